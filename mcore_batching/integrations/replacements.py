@@ -136,11 +136,11 @@ def replacing(module: Any, name: str, ours: Function) -> Replacement:
     if is_replacement(original):
         raise HookError(f"{owner}.{name} is hooked already: undo that hook first")
     bound = functools.partial(ours, original)
-    parameters = _parameters(bound)
+    parameters = parameters_of(bound)
     passed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     expected = [each for each in parameters if each.kind not in passed_on]
     is_function = callable(original) and not inspect.isclass(original)
-    found = _parameters(original) if is_function else []
+    found = parameters_of(original)
     # Ours must take every call that theirs takes: a name, a default or the order may not differ.
     lacking, more = expected[len(found) :], found[len(expected) :]
     fits = (
@@ -178,7 +178,9 @@ def is_replacement(function: Any) -> bool:
     return bool(getattr(function, _MARK, ()))
 
 
-def _parameters(function: Function) -> list[inspect.Parameter]:
-    """A function's parameters without annotations, which may differ."""
+def parameters_of(function: Any) -> list[inspect.Parameter]:
+    """A function's parameters without annotations, which may differ; none of anything else."""
+    if not callable(function) or inspect.isclass(function):
+        return []
     found = inspect.signature(function).parameters.values()
     return [each.replace(annotation=each.empty) for each in found]

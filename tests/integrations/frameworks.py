@@ -1,4 +1,4 @@
-"""Packages in the names of frameworks, with the functions that are replaced; and frameworks' own
+"""Packages in the names of frameworks, with the functions that are replaced; frameworks' own
 modules, from checkouts that environment variables name.
 
 Of the own ones, third-party packages that their functions here do not use are stand-ins, and so are
@@ -14,11 +14,14 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
 import pytest
 from kit.stand_ins import StandIns, bare_packages, forget, write_package
+
+from mcore_batching.integrations.slime.rollout_manager import build_dp_schedule
 
 PLAN = """
 def build_dp_schedule(args, train_parallel_config, total_lengths, *, global_batch_size,
@@ -140,6 +143,11 @@ def get_packer(algorithm, bin_capacity, collect_metrics=False, min_bin_count=Non
                bin_count_multiple=None):
     return "own", algorithm, bin_capacity, min_bin_count, bin_count_multiple
 """
+TRAINERS = {
+    "slime": ("slime.backends.megatron_utils.data", "slime.backends.megatron_utils.model"),
+    "miles": ("miles.backends.training_utils.data", "miles.backends.megatron_utils.model"),
+}
+"""Modules of the trainers that `mcore_batching.hook` is given."""
 WORKERS = "skyrl.backends.skyrl_train.workers"
 PACKING = "nemo_rl.data.packing"
 SMALL = {
@@ -270,3 +278,56 @@ def rewrite(module: str, folder: Path, before: str, after: str) -> Any:
     sys.modules.pop(module, None)
     importlib.invalidate_caches()
     return importlib.import_module(module)
+
+
+def trainer_of(framework: str) -> Any:
+    """The modules ``data`` and ``model`` of slime's or miles' trainer."""
+    data, model = map(importlib.import_module, TRAINERS[framework])
+    return SimpleNamespace(data=data, model=model)
+
+
+SLIME_INIT = "mcore_batching.integrations.slime.init"
+
+
+def slime_arguments(cap: int, **more: Any) -> SimpleNamespace:
+    """Arguments of slime's or miles' rollout manager."""
+    made = {
+        "use_dynamic_batch_size": True,
+        "max_tokens_per_gpu": cap,
+        "micro_batch_size": 1,
+        "custom_megatron_init_path": SLIME_INIT,
+        "balance_data": False,
+        "balance_by_flops": False,
+        "dynamic_batch_plan_effort": 30,
+    }
+    return SimpleNamespace(**(made | more))
+
+
+def trainer_sizes(
+    ranks: int, context: int = 1, chunks: int | None = None, group: int | None = None
+) -> dict[str, Any]:
+    """Sizes as a trainer sends them; miles' are None without virtual pipeline stages."""
+    return {
+        "dp_size": ranks,
+        "cp_size": context,
+        "vpp_size": chunks,
+        "microbatch_group_size_per_vp_stage": group,
+    }
+
+
+def slime_plan(
+    args: Any,
+    config: dict[str, Any],
+    lengths: list[int],
+    rollouts: list[int] | None = None,
+    size: int | None = None,
+) -> Any:
+    """The schedule; without rollouts every sample is one, and all are one step."""
+    return build_dp_schedule(
+        pytest.fail,
+        args,
+        config,
+        lengths,
+        global_batch_size=size or len(lengths),
+        rollout_indices=rollouts or list(range(len(lengths))),
+    )

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from frameworks import PACKER, PACKING, source_of
+from frameworks import PACKER, PACKING
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kit.stand_ins import module_of
 from planning_cases import examples
 
 from mcore_batching.integrations.nemo_rl import ALGORITHM, hook, planned_bins
@@ -148,14 +147,3 @@ def test_nemo_rls_own_packing_uses_it(algorithms: Any) -> None:
     assert again.pack(lengths) == mine
     with pytest.raises(ValueError, match="Unknown packing algorithm"):
         algorithms.get_packer(ALGORITHM, 64)
-
-
-@pytest.mark.parametrize("algorithms", ["own"], indirect=True)
-def test_nemo_rls_own_tests_pass_with_ours_in_place(algorithms: Any) -> None:
-    path = source_of("nemo_rl") / "tests" / "unit" / "data" / "packing" / "test_algorithms.py"
-    if not path.exists():
-        pytest.skip(f"{path} is not in the checkout")
-    with hook():
-        module = module_of(path)
-        every = list(algorithms.PackingAlgorithm)
-        module.TestSequencePacker().test_get_packer(100, every)

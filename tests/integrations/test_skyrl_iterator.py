@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import WORKERS, rewrite, source_of
-from kit.stand_ins import module_of
+from frameworks import WORKERS, rewrite
 from planning_cases import plan_locally, real_lengths
 from rank_workers import batch_of
 
@@ -145,17 +144,3 @@ def test_outputs_of_skyrls_own_come_back_in_order(own_workers: Any, cap: int) ->
         for name, values in batch.items():
             assert torch.equal(together[name], values)
     assert packed()._microbatches == theirs
-
-
-def test_skyrls_own_tests_pass_with_ours_in_place(own_workers: Any) -> None:
-    del own_workers
-    path = source_of("skyrl") / "tests/backends/skyrl_train/test_token_based_batching_utils.py"
-    if not path.exists():
-        pytest.skip(f"{path} is not in the checkout")
-    with hook():
-        module = module_of(path)
-        for each in (module.TestTokenBasedBatchIterator(), module.TestBalancedBinpacking()):
-            names = [name for name in dir(each) if name.startswith("test_")]
-            assert len(names) >= 8
-            for name in names:
-                getattr(each, name)()

@@ -3,7 +3,6 @@ are timed for the rollout manager's costs."""
 
 from __future__ import annotations
 
-import importlib
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -13,8 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import rewrite
-from kit.stand_ins import forget
+from frameworks import (
+    TRAINERS,
+    rewrite,
+    slime_arguments,
+    slime_plan,
+    trainer_of,
+    trainer_sizes,
+)
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 
@@ -22,34 +27,28 @@ import mcore_batching
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, OrderError, SchemaError
 from mcore_batching.integrations.slime import HookError, init, trainer
 from mcore_batching.integrations.slime.learning import shape_costs, trainers_costs
-from mcore_batching.integrations.slime.rollout_manager import build_dp_schedule
 from mcore_batching.integrations.slime.trainer import PlaceholderLengths, zero_count_mask
 from mcore_batching.megatron import timing
+from mcore_batching.planning.costs.layers_of import first_guess
 
 Small = Callable[..., Path]
-BACKENDS = "slime.backends.megatron_utils"
-
-
-def modules(data: str = f"{BACKENDS}.data", model: str = f"{BACKENDS}.model") -> Any:
-    return SimpleNamespace(data=importlib.import_module(data), model=importlib.import_module(model))
-
-
-def modules_of_miles() -> Any:
-    return modules("miles.backends.training_utils.data", "miles.backends.megatron_utils.model")
 
 
 def rollout_data(*micro_batches: list[int]) -> dict[str, Any]:
-    lengths = [3, 5, 2]
+    """Samples of 3, 5 and 2 tokens, with responses of 1, 2 and 1."""
+    lengths, responses = [3, 5, 2], [1, 2, 1]
     return {
         "tokens": [torch.arange(length) for length in lengths],
         "total_lengths": lengths,
-        "response_lengths": [1, 2, 1],
-        "loss_masks": [torch.ones(n, dtype=torch.int) for n in (1, 2, 1)],
-        "log_probs": [torch.rand(n) for n in (1, 2, 1)],
+        "response_lengths": responses,
+        "loss_masks": [torch.ones(n, dtype=torch.int) for n in responses],
+        "log_probs": [torch.rand(n) for n in responses],
         "rollout_mask_sums": torch.tensor([1.0, 2.0, 1.0]),
         "rollout_top_p_token_ids": [[4], [5, 6, 7], [8]],
         "rollout_top_p_token_offsets": [[0, 1], [0, 2, 3], [0, 1]],
-        "rollout_routed_experts": [torch.zeros(n, 2, 4, dtype=torch.int) for n in (2, 4, 1)],
+        "rollout_routed_experts": [
+            torch.zeros(length - 1, 2, 4, dtype=torch.int) for length in lengths
+        ],
         "partition": [7, 8, 9],
         "micro_batch_indices": list(micro_batches),
     }
@@ -59,34 +58,40 @@ def rollout_data(*micro_batches: list[int]) -> dict[str, Any]:
 def hooked(small: Small) -> Iterator[Any]:
     """The modules of a small slime, hooked."""
     small("slime")
-    found = modules()
+    found = trainer_of("slime")
     with mcore_batching.hook(found.data, found.model):
         yield found
 
 
-KEYS = [key for key in rollout_data() if key != "micro_batch_indices"]
-KEYS += ["packed_seq_params", "multimodal_train_inputs"]
-
-
 def test_a_placeholder_is_a_sample_of_one_token_with_an_empty_response(hooked: Any) -> None:
+    keys = [key for key in rollout_data() if key != "micro_batch_indices"]
+    keys += ["packed_seq_params", "multimodal_train_inputs"]
     (iterator,) = hooked.data.get_data_iterator(rollout_data([1], [], [0, 2]))
-    first, empty, last = (iterator.get_next(KEYS) for _ in range(3))
+    first, empty, last = (iterator.get_next(keys) for _ in range(3))
     assert first["partition"] == [8]
     assert [int(each) for each in last["rollout_mask_sums"]] == [1, 1]
-    assert [each.tolist() for each in empty["tokens"]] == [[0]]
-    assert empty["total_lengths"] == [1]
-    assert empty["response_lengths"] == [0]
-    assert [each.numel() for each in empty["log_probs"]] == [0]
-    assert [float(each) for each in empty["rollout_mask_sums"]] == [0.0]
-    assert [each.tolist() for each in empty["rollout_top_p_token_ids"]] == [[]]
-    assert [each.tolist() for each in empty["rollout_top_p_token_offsets"]] == [[0]]
-    assert [each.shape for each in empty["rollout_routed_experts"]] == [(0, 2, 4)]
-    assert empty["partition"] == [None]
-    assert empty["packed_seq_params"] is empty["multimodal_train_inputs"] is None
     count = sum(torch.clamp_min(mask.sum(), 1) for mask in empty["loss_masks"])
     assert int(count) == 0
+    assert [each.shape for each in empty.pop("rollout_routed_experts")] == [(0, 2, 4)]
+    plain = {
+        name: values and [each.tolist() if torch.is_tensor(each) else each for each in values]
+        for name, values in empty.items()
+    }
+    assert plain == {
+        "tokens": [[0]],
+        "total_lengths": [1],
+        "response_lengths": [0],
+        "loss_masks": [[]],
+        "log_probs": [[]],
+        "rollout_mask_sums": [0.0],
+        "rollout_top_p_token_ids": [[]],
+        "rollout_top_p_token_offsets": [[0]],
+        "partition": [None],
+        "packed_seq_params": None,
+        "multimodal_train_inputs": None,
+    }
     with pytest.raises(IndexError, match="all 3 micro-batches have been drawn"):
-        iterator.get_next(KEYS)
+        iterator.get_next(keys)
     assert iterator.reset() is iterator
     assert iterator.offset == 0
 
@@ -132,7 +137,7 @@ def test_a_function_that_fails_has_a_value_of_any_name_for_each_sample_until_all
 def test_fields_are_checked_at_the_first_micro_batch(small: Small) -> None:
     """Not where a placeholder or the missing value is drawn, on one rank in mid-pipeline."""
     small("slime")
-    found = modules()
+    found = trainer_of("slime")
     data = rollout_data([0], [1, 2], []) | {"bonus": [1.0, 2.0, 3.0]}
     with mcore_batching.hook(found.data, found.model):
         (iterator,) = found.data.get_data_iterator(data)
@@ -152,8 +157,8 @@ def test_slime_that_plans_where_it_trains(small: Small, monkeypatch: pytest.Monk
     given: list[Any] = []
     monkeypatch.setattr(trainer, "planned_iterators", lambda *arguments: given.extend(arguments))
     folder, signature = small("slime"), "get_data_iterator(rollout_data)"
-    rewrite(f"{BACKENDS}.data", folder, signature, "get_data_iterator(args, model, rollout_data)")
-    found = modules()
+    rewrite(TRAINERS["slime"][0], folder, signature, "get_data_iterator(args, model, rollout_data)")
+    found = trainer_of("slime")
     own, schema = found.data.get_data_iterator, DEFAULT_SCHEMA.declare("bonus", Kind.PER_SAMPLE)
     with mcore_batching.hook(found.data, found.model, schema=schema):
         found.data.get_data_iterator(1, 2, 3)
@@ -172,7 +177,7 @@ def sums_of_miles(logits: str, *, non_loss_data: bool, **batch: Any) -> Any:
 def test_what_miles_trainer_plans_itself_stays_its_own(small: Small) -> None:
     """Images and adapters: fields without a kind among them, and iterators of its own class."""
     small("miles")
-    found = modules_of_miles()
+    found = trainer_of("miles")
     data = rollout_data() | {"adapter_slots": [0, 0, 1]}
     del data["micro_batch_indices"]
     with mcore_batching.hook(found.data, found.model):
@@ -187,31 +192,6 @@ def test_what_miles_trainer_plans_itself_stays_its_own(small: Small) -> None:
         assert isinstance(iterators[0], trainer.PlaceholderIterator)
         made = found.model.forward_only(sums_of_miles, None, None, iterators, counts, rollout_id=0)
         assert made["sums"] == [3, 10, 1]
-
-
-@pytest.mark.parametrize("name", ["slime", "miles"])
-def test_the_framework_calls_init(small: Small, capfd: Any, name: str) -> None:
-    """Both are installed, but this one is loaded."""
-    small("slime", "miles")
-    found = modules() if name == "slime" else modules_of_miles()
-    init(SimpleNamespace())
-    assert f"hooked {found.data.__name__}.get_data_iterator" in capfd.readouterr().out
-    assert hasattr(found.data.get_data_iterator, "__wrapped__")
-    other = {"slime": "miles", "miles": "slime"}[name]
-    assert not [each for each in sys.modules if each.startswith(f"{other}.backends")]
-    with pytest.raises(HookError, match="hooked already"):
-        init(SimpleNamespace())
-
-
-def test_where_init_is_refused(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = small("miles")
-    (folder / "miles" / "utils" / "dp_schedule.py").unlink()
-    with pytest.raises(HookError, match=r"this miles has no miles\.utils\.dp_schedule .*1927"):
-        init(SimpleNamespace())
-    forget("miles")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(HookError, match=r"neither slime nor miles is installed: for another"):
-        init(SimpleNamespace())
 
 
 def counted(mask: torch.Tensor) -> torch.Tensor:
@@ -248,17 +228,7 @@ def test_a_zero_count_mask_counts_nothing_and_is_else_an_empty_mask(dtype: torch
         zero_count_mask(torch.ones(2))
 
 
-ARGS = {
-    "use_dynamic_batch_size": True,
-    "max_tokens_per_gpu": 160,
-    "pipeline_model_parallel_size": 4,
-    "dynamic_batch_cost_model": "auto",
-    "dynamic_batch_plan_effort": 100,
-    "hidden_size": 64,
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "ffn_hidden_size": 256,
-}
+SIZES = {"hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 256}
 
 
 class Ray:
@@ -320,7 +290,7 @@ def run(lengths: list[int], micro_batches: list[list[int]]) -> None:
     """Train a rollout as slime does: iterators are drawn from inside the forward step."""
     tokens = [torch.zeros(n, dtype=torch.long) for n in lengths]
     rollout = {"tokens": tokens, "total_lengths": lengths, "micro_batch_indices": micro_batches}
-    (iterator,) = modules().data.get_data_iterator(rollout)
+    (iterator,) = trainer_of("slime").data.get_data_iterator(rollout)
     with torch.no_grad():
         for _ in micro_batches:  # log-probs
             assert schedules.forward_step(None, iterator, "model") == "made"
@@ -331,15 +301,9 @@ def run(lengths: list[int], micro_batches: list[list[int]]) -> None:
 
 def planned(lengths: list[int], **changed: Any) -> list[list[int]]:
     """The micro-batches of a step on the only data-parallel rank, as places in ``lengths``."""
-    sent: Any = {"dp_size": 1, "cp_size": 1, "vpp_size": None}
-    partitions, micro_batches, *_ = build_dp_schedule(
-        pytest.fail,
-        SimpleNamespace(**ARGS | changed),
-        sent | {"microbatch_group_size_per_vp_stage": None},
-        lengths,
-        global_batch_size=len(lengths),
-        rollout_indices=list(range(len(lengths))),
-    )
+    options = {"dynamic_batch_cost_model": "auto", "dynamic_batch_plan_effort": 100} | changed
+    args = slime_arguments(160, **SIZES, pipeline_model_parallel_size=4, **options)
+    partitions, micro_batches, *_ = slime_plan(args, trainer_sizes(1), lengths)
     return [[partitions[0][place] for place in samples] for samples in micro_batches[0]]
 
 
@@ -352,7 +316,7 @@ def test_costs_are_learnt_from_what_the_trainer_times_and_change_the_plan(
     small("slime")
     draw = random.Random(5)
     rollouts = [[draw.choice([5, 10, 20, 40, 80]) for _ in range(12)] for _ in range(10)]
-    args = SimpleNamespace(**ARGS)
+    args = slime_arguments(160, **SIZES, dynamic_batch_cost_model="auto")
     init(args)
     assert "schedules.forward_step" in capfd.readouterr().out
     plans = []
@@ -361,6 +325,7 @@ def test_costs_are_learnt_from_what_the_trainer_times_and_change_the_plan(
         run(lengths, plans[-1])
     fixed = [planned(lengths, dynamic_batch_cost_model="fixed") for lengths in rollouts]
     shape = shape_costs(args)
+    assert shape == first_guess(SIZES)
     learnt = sys.modules["ray"].own.cost_model()
     assert shape.per_micro_batch / shape.linear != pytest.approx(50, rel=0.5)
     assert learnt.per_micro_batch / learnt.linear == pytest.approx(50, rel=0.15)
@@ -370,8 +335,3 @@ def test_costs_are_learnt_from_what_the_trainer_times_and_change_the_plan(
     path.write_text(learnt.to_json())
     by_file = planned(rollouts[-1], dynamic_batch_cost_model=str(path))
     assert planned(rollouts[-1]) == by_file
-
-
-def test_expert_parallel_ranks_teach_nothing() -> None:
-    with pytest.raises(HookError, match="wait for each other in every one: set dynamic_batch_cost"):
-        planned([5], expert_model_parallel_size=2)

@@ -14,13 +14,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mcore_batching.flags import LEARNT
-from mcore_batching.integrations.replacements import Function, Hook, HookError, replacing
+from mcore_batching.integrations.replacements import (
+    Function,
+    Hook,
+    HookError,
+    parameters_of,
+    replacing,
+)
 from mcore_batching.integrations.slime.rollout_manager import (
     framework,
     hook_schedule,
@@ -90,9 +95,13 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
     data, model = (_module_with(name, modules) for name in NAMES)
     declared = DEFAULT_SCHEMA if schema is None else schema
     # By parameters, not versions: checkouts are rarely of a release.
-    if _parameters(data.get_data_iterator)[:1] == ["rollout_data"]:
+    taken, passed = (
+        [each.name for each in parameters_of(getattr(module, name))]
+        for module, name in zip((data, model), NAMES, strict=True)
+    )
+    if taken[:1] == ["rollout_data"]:
         iterators: Function = functools.partial(trainer.listed_iterators, declared)
-    elif "rollout_id" in _parameters(model.forward_only):
+    elif "rollout_id" in passed:
         iterators = functools.partial(trainer.miles_iterators, declared)
     elif hasattr(data, "DataIterator"):
         iterators = functools.partial(trainer.planned_iterators, declared, data.DataIterator)
@@ -120,7 +129,3 @@ def _module_with(name: str, modules: Sequence[ModuleType]) -> Any:
         f"{name} is in none of the modules given ({given}): call hook(data, model) with those that "
         f"have {', '.join(NAMES)}"
     )
-
-
-def _parameters(function: Any) -> list[str]:
-    return list(inspect.signature(function).parameters) if callable(function) else []

@@ -50,15 +50,28 @@ def shape_costs(args: Any) -> CostModel:
 
 
 def chosen_costs(args: Any) -> CostModel:
-    """Costs by ``dynamic_batch_cost_model``; learnt ones come from the actor, as of now."""
+    """Costs by ``dynamic_batch_cost_model``; learnt ones come from the actor, as of now.
+
+    A `ConfigError` if it names a file that cannot be read, or holds no cost model.
+    """
     chosen = getattr(args, "dynamic_batch_cost_model", None)
     if chosen in (None, FIXED):
         return shape_costs(args)
     if chosen != LEARNT:
-        return CostModel.from_json(read_document(chosen))
+        return _read_costs(chosen)
     ray = importlib.import_module("ray")
     model: CostModel = ray.get(trainers_costs(shape_costs(args)).cost_model.remote())
     return model
+
+
+def _read_costs(path: str) -> CostModel:
+    try:
+        return CostModel.from_json(read_document(path))
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(
+            f"dynamic_batch_cost_model {path}: {error}; set it to a file of CostModel.to_json, to "
+            f"{LEARNT} or to {FIXED}"
+        ) from error
 
 
 @functools.cache
