@@ -1,14 +1,18 @@
-"""A row's forward pass, what losses are given of it, and what pipeline stages send each other."""
+"""A step's rows: made when they are drawn, checked against the model, run forward; what losses get
+of them, and what pipeline stages send each other."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,18 +20,239 @@ import torch.distributed as dist
 from kit.packing import pack
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_batching.megatron import DynamicBatchArgumentError, compat, job
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, Schema, SchemaError, make_placeholder
+from mcore_batching.batch.columns import Columns
+from mcore_batching.megatron import DynamicBatchArgumentError, compat, job, routing
+from mcore_batching.megatron import schedule as schedules
 from mcore_batching.megatron.forward_only import _evaluation_mode
 from mcore_batching.megatron.log_probs import response_log_probs
 from mcore_batching.megatron.logits import FusedLogits, noting_use
 from mcore_batching.megatron.loss_shares import attached
+from mcore_batching.megatron.prepare import PreparedStep
 from mcore_batching.megatron.run_pipeline import (
     PlannedTransfers,
     joined_multimodal_inputs,
     run_for_losses,
 )
-from mcore_batching.planning import ParallelDims
+from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.planning import ParallelDims, PlannerConfig
+
+LENGTHS = [3, 2, 4, 1, 5, 6, 2]
+STEPS = (((0, 1), (2,), (3,), (), (4,)), ((6, 5),))
+
+
+def samples_of(*lengths: int, **fields: Any) -> dict[str, Any]:
+    """Samples with a prompt of one token each."""
+    return {
+        "tokens": [torch.arange(1, length + 1) for length in lengths],
+        "total_lengths": [*lengths],
+        "response_lengths": [length - 1 for length in lengths],
+        **fields,
+    }
+
+
+SAMPLES = samples_of(
+    *LENGTHS,
+    advantages=[torch.arange(length - 1) + 0.5 for length in LENGTHS],
+    multimodal_train_inputs=[{"pixels": torch.ones(2, 3) * length} for length in LENGTHS],
+)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without a GPU or context parallelism."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(schedules.parallel_state, "get_context_parallel_rank", lambda: 0)
+
+
+def schedule(*, in_parts: bool = True) -> Any:
+    """Of two steps, the samples of which came one after the other."""
+    columns = Columns.read(SAMPLES, DEFAULT_SCHEMA)
+    parts = [columns.taken([]), columns.taken(range(5)), columns.taken(range(5, 7))]
+    settings = SimpleNamespace(
+        dims=ParallelDims(), config=PlannerConfig(max_tokens_per_gpu=16, pad_each_to=4)
+    )
+    options = SimpleNamespace(checked_pad_token_id=lambda: 0)
+    return MicroBatchSchedule(
+        samples=SimpleNamespace(settings=settings, job=SimpleNamespace(options=options)),  # type: ignore[arg-type]
+        moves=SimpleNamespace(own=0),  # type: ignore[arg-type]
+        parts=parts if in_parts else [columns],
+        template=make_placeholder(DEFAULT_SCHEMA, list(SAMPLES), SAMPLES),
+        steps=STEPS,
+    )
+
+
+def prepared(of: MicroBatchSchedule, step: int = 0) -> PreparedStep:
+    return PreparedStep(of, step, 0, False, None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_rows_are_those_of_the_plan_whichever_part_has_their_samples(
+    step: int, in_parts: bool
+) -> None:
+    of = schedule(in_parts=in_parts)
+    # Samples without a prompt have no predecessor of their first token, here none.
+    assert of.totals(step, 0)[0].num_tokens == sum(LENGTHS[i] - 1 for r in STEPS[step] for i in r)
+    (rows,) = ([*each] for each in prepared(of, step).iterators(1))
+    assert len(of.parts) == (3 if in_parts else 1)  # without a copy of all
+    assert [row.sample_indices for row in rows] == [*STEPS[step]]
+    assert [row.num_samples for row in rows] == [len(row) for row in STEPS[step]]
+    for row in rows:
+        for place, index in enumerate(row.sample_indices):
+            start = row.host_cu_seqlens_padded[place]
+            in_row = row.tokens[0, start : start + LENGTHS[index]]
+            for found in (row["tokens"][place], in_row):
+                assert torch.equal(found, SAMPLES["tokens"][index])
+            assert torch.equal(row["advantages"][place], SAMPLES["advantages"][index])
+            assert row["multimodal_train_inputs"][place]["pixels"][0, 0] == LENGTHS[index]
+        with pytest.raises(KeyError):
+            row["rewards"]
+    for name in ("tokens", "advantages"):
+        whole = zip(of.rollout_data[name], SAMPLES[name], strict=True)
+        assert all(torch.equal(*pair) for pair in whole)
+    assert len(of.parts) == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rollout_is_freed_as_soon_as_nothing_refers_to_it() -> None:
+    """The garbage collector may not run for many steps: it counts objects, not their bytes."""
+    of = schedule()
+    step = prepared(of)
+    iterators = step.iterators(2)
+    rows = [row for each in iterators for row in each]
+    read = [[row["tokens"], row["advantages"], row.index.positions] for row in rows]
+    totals = of.totals(0, 0)
+    alive = [*map(weakref.ref, (of, *of.parts, *rows, rows[0].tokens))]
+    gc.disable()
+    try:
+        del of, step, iterators, rows, read, totals
+        assert [ref() for ref in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("alone")
+def test_rows_are_packed_in_blocks_when_they_are_drawn_and_once_for_all_epochs() -> None:
+    of = schedule()
+    for epoch in range(2):
+        step = prepared(of)
+        assert len(of.made_rows) == (4 if epoch else 0)
+        assert step.blocks == [[0], [1, 2], [3], [4]]
+        first, second = (list(each) for each in step.iterators(2))
+        assert all(one is other for one, other in zip(first, second, strict=True))
+        assert torch.equal(first[0]["advantages"][0], torch.tensor([0.5, 1.5]))
+        assert first[0].labels[0, :2].tolist() == [2, 3]
+        first[0]["advantages"][0].zero_()  # a loss function's own, until the next epoch
+        first[0].labels.zero_()
+    assert of.totals(0, 0) is of.totals(0, 0)
+    masks = [torch.zeros(length - 1) for length in LENGTHS]
+    masked = of.rollout_data.extended({"loss_masks": masks}, DEFAULT_SCHEMA)
+    of.replace_fields(masked, of.template)
+    assert not of.made_rows
+    assert of.totals(0, 0)[0].num_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "blocks"),
+    [
+        # The first alone, for which the device waits; a placeholder's sample is another's.
+        (4, [1, 1, 1, 1, 1], [[0], [1], [2], [3], [4]]),
+        (5, [1, 1, 1, 1, 1], [[0], [1, 2], [3], [4]]),
+        (99, [1, 1, 2, 2, 2], [[0], [1], [2], [3], [4]]),
+    ],
+)
+def test_blocks_end_where_the_context_parallel_size_changes_or_they_are_long(
+    tokens: int, sizes: list[int], blocks: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedules, "_BLOCK_TOKENS", tokens)
+    monkeypatch.setattr(MicroBatchSchedule, "row_sizes", mock.Mock(return_value=sizes))
+    assert schedule().slots_at_once(0) == blocks
+
+
+FIELD = "rollout_routed_experts"
+
+
+def model(**changes: Any) -> list[Any]:
+    """Chunks of a model of 4 layers, experts in every second one."""
+    options: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_layer_freq": 2,
+        "moe_enable_routing_replay": True,
+    }
+    return [SimpleNamespace(config=TransformerConfig(**options | changes))]
+
+
+def check(model: list[Any], *experts: Any, schema: Schema = DEFAULT_SCHEMA, **others: Any) -> None:
+    """Check the experts of samples of three tokens, in a step of one micro-batch."""
+    samples = samples_of(*[3] * len(experts), **{FIELD: [*experts]} if experts else {}, **others)
+    of: Any = SimpleNamespace(
+        rollout_data=Columns.read(samples, schema),
+        steps=[(tuple(range(len(experts))), ())],
+        names_of=lambda indices: f"sample{list(indices)}",
+    )
+    routing.check_replay(model, of, 0)
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (torch.zeros(2, 3, 2).long(), r"experts of 4 or 2 layers, 2 for each token.*\[2, 3, 2\]"),
+        (torch.zeros(2, 4, 1).long(), r"2 for each token \(--moe-router-topk\)"),
+        (torch.tensor([1, 4]).expand(2, 4, 2), r"from 0 to 3 \(.*\), found 1 to 4 of sample\[1\]"),
+        (torch.tensor([-1, 2]).expand(2, 4, 2), r"\(--num-experts\), found -1 to 2 of sample\[1\]"),
+    ],
+)
+def test_experts_that_the_model_lacks_are_refused(experts: Any, message: str) -> None:
+    """By the sample's index in the batch; those of all layers or of routed ones are replayed."""
+    for layers in (4, 2):
+        check(model(), [[[0, 3]] * layers] * 2)
+    with pytest.raises(SchemaError, match=message):
+        check(model(), torch.zeros_like(experts), experts)
+
+
+def test_a_placeholder_gets_as_many_layers_as_the_model() -> None:
+    """A rank that has no sample has not seen any."""
+    fabricated = make_placeholder(DEFAULT_SCHEMA, [*samples_of(), FIELD], None)
+    placeholder = pack(fabricated, sample_indices=(), row_alignment_tokens=6)
+    found = routing._experts(placeholder, FIELD, model()[0].config)
+    assert found.shape == (6, 4, 2)
+    assert bool((found[..., 0] != found[..., 1]).all())
+    assert found.unique().tolist() == [0, 1, 2, 3]
+
+
+def test_what_is_not_replayed_is_left_alone_and_what_would_be_in_part_refused() -> None:
+    wrong, experts = torch.zeros(2, 9, 9).long(), torch.tensor([0, 3]).expand(2, 4, 2)
+    for changes in ({"moe_enable_routing_replay": False}, {"num_moe_experts": None}):
+        check(model(**changes), wrong)
+    check(model())
+    fused = model()
+    fused[0].config.moe_router_fusion = True
+    with pytest.raises(DynamicBatchArgumentError, match="unset --moe-router-fusion"):
+        check(fused, experts)
+    schema = DEFAULT_SCHEMA.declare("other", Kind.ROUTED_EXPERTS, length_offset=-1)
+    with pytest.raises(DynamicBatchArgumentError, match=r"other .* Kind.METADATA"):
+        check(model(), experts, schema=schema, other=[experts])
+
+
+def test_routers_route_by_themselves_after_a_pipeline_that_failed() -> None:
+    """Also where the next forward pass has no recorded experts, as in an evaluation."""
+    chunk, router = torch.nn.Module(), torch.nn.Module()
+    chunk.config, chunk.router, router.router_replay = model()[0].config, router, RouterReplay()
+    with contextlib.suppress(ArithmeticError), routing.replayed_step([chunk]):
+        router.router_replay.set_target_indices(torch.zeros(3, 2, dtype=torch.int64))
+        router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        raise ArithmeticError
+    assert router.router_replay.router_replay_action is None
+    assert router.router_replay.target_topk_idx is None
 
 
 def test_multimodal_inputs_are_joined_name_by_name() -> None:
@@ -46,34 +271,27 @@ def test_a_share_is_attached_only_to_what_it_does_not_depend_on() -> None:
     share = (2.0 * logits).sum()
     assert attached(share, logits) is share
     for each, gradient in ((share, 2.0), (torch.zeros(()), 0.0)):
-        logits.grad, unused = None, torch.full((2,), torch.inf, requires_grad=True)
+        unused = torch.full((2,), torch.inf, requires_grad=True)
         made = attached(each, logits, unused)
         assert made == each  # 0 times an infinite entry would be NaN
-        made.backward()
-        assert unused.grad is not None
-        assert unused.grad.tolist() == [0.0] * 2
-        assert logits.grad is not None
-        assert logits.grad.tolist() == [gradient] * 3
+        found = torch.autograd.grad(made, (unused, logits), retain_graph=True)
+        assert [each.tolist() for each in found] == [[0.0] * 2, [gradient] * 3]
 
 
 def test_forward_passes_leave_each_module_in_its_mode() -> None:
     """Also one that is kept in evaluation mode, with dropout off, while others train."""
-    frozen, dropout = (
-        torch.nn.Sequential(torch.nn.Identity(), torch.nn.Dropout()),
-        torch.nn.Dropout(),
-    )
-    first, second = torch.nn.Sequential(frozen, dropout), torch.nn.Identity().eval()
-    config: Any = SimpleNamespace(timers="a clock")
-    first.config = second.config = config
-    frozen.eval()
-    modules = [*first.modules(), *second.modules()]
+    frozen = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Dropout()).eval()
+    model: list[Any] = [torch.nn.Sequential(torch.nn.Dropout()), torch.nn.Identity().eval()]
+    model[0].append(frozen)
+    model[0].config = model[1].config = SimpleNamespace(timers="a clock")
+    modules = [module for chunk in model for module in chunk.modules()]
     modes = [module.training for module in modules]
-    with contextlib.suppress(ZeroDivisionError), _evaluation_mode([first, second]):
+    with contextlib.suppress(ZeroDivisionError), _evaluation_mode(model):
         assert not any(module.training for module in modules)
-        assert config.timers is None
+        assert model[0].config.timers is None
         raise ZeroDivisionError
-    assert [module.training for module in modules] == modes == [True, *[False] * 3, True, False]
-    assert config.timers == "a clock"
+    assert [module.training for module in modules] == modes == [True] * 2 + [False] * 4
+    assert model[0].config.timers == "a clock"
 
 
 @pytest.fixture
@@ -85,6 +303,10 @@ def groups(tmp_path: Path) -> Iterator[None]:
     job._memory = None
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def row_of(length: int) -> Any:
+    return pack(samples_of(length), sample_indices=[0])
 
 
 def fused(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[FusedLogits, list[None]]:
@@ -115,9 +337,7 @@ def test_logits_are_made_once_for_what_else_reads_them() -> None:
     logits.div_(2.0)
     torch.testing.assert_close(logits.whole, expected / 2)
     torch.testing.assert_close(logits.log_softmax(-1), (expected / 2).log_softmax(-1))
-    samples = {"tokens": [torch.arange(6)], "total_lengths": [6], "response_lengths": [5]}
-    row = pack(samples, sample_indices=[0])
-    found, halved = (response_log_probs(each, row)[0] for each in (logits, expected / 2))
+    found, halved = (response_log_probs(each, row_of(6))[0] for each in (logits, expected / 2))
     torch.testing.assert_close(found, halved)
     assert len(times) == 1
 
@@ -126,15 +346,14 @@ def test_logits_are_made_once_for_what_else_reads_them() -> None:
 @pytest.mark.parametrize("reads_first", [True, False])
 def test_a_loss_may_read_logits_beside_log_probs(reads_first: bool) -> None:
     """With the same gradients, in whichever order it does."""
-    samples = {"tokens": [torch.arange(6)], "total_lengths": [6], "response_lengths": [5]}
-    row, found = pack(samples, sample_indices=[0]), []
+    found = []
     for is_fused in (True, False):
         torch.manual_seed(0)
         factors = torch.randn(1, 6, 4), torch.randn(8, 4)
         hidden, weight = (each.requires_grad_() for each in factors)
         logits = fused(hidden, weight)[0] if is_fused else hidden @ weight.t()
         spread = logits.square().mean() if reads_first else 0.0
-        share = response_log_probs(logits, row, overwrite_logits=is_fused)[0].sum() + spread
+        share = response_log_probs(logits, row_of(6), overwrite_logits=is_fused)[0].sum() + spread
         if not reads_first:
             share = share + logits.square().mean()
         found.append((share, *torch.autograd.grad(share, (hidden, weight))))
@@ -145,8 +364,7 @@ def test_a_loss_may_read_logits_beside_log_probs(reads_first: bool) -> None:
 @pytest.mark.usefixtures("groups")
 def test_temperatures_are_of_the_innermost_step() -> None:
     """Also after one that failed inside of another."""
-    samples = {"tokens": [torch.arange(3)], "total_lengths": [3], "response_lengths": [1]}
-    row, logits = pack(samples, sample_indices=[0]), torch.zeros(1, 3, 8)
+    row, logits = row_of(3), torch.zeros(1, 3, 8)
     with noting_use() as outer:
         with contextlib.suppress(ZeroDivisionError), noting_use() as inner:
             response_log_probs(logits, row, temperature=2.0)
@@ -170,19 +388,14 @@ class _Chunk(torch.nn.Module):
 @pytest.mark.usefixtures("groups")
 def test_fused_rope_sees_few_lengths() -> None:
     """An eighth longer at most; unfused, which goes by the exact length, the row's own."""
-    own = job.job_of(SimpleNamespace(max_tokens_per_gpu=1 << 18))
-
-    def length_in(length: int, **settings: Any) -> int:
-        samples = {"tokens": [torch.zeros(length, dtype=torch.int64)], "total_lengths": [length]}
-        row = pack(samples | {"response_lengths": [1]}, sample_indices=[0])
-        return int(run_for_losses(own, _Chunk(**settings), row)[0])
-
+    own: Any = job.job_of(SimpleNamespace(max_tokens_per_gpu=1 << 18))
     lengths = range(131072 - 10 * 305, 131072 + 10 * 305, 305)
-    rounded = [length_in(length, apply_rope_fusion=True) for length in lengths]
+    chunk = _Chunk(apply_rope_fusion=True)
+    rounded: Any = [run_for_losses(own, chunk, row_of(length))[0] for length in lengths]
     assert len(lengths) == 20
     assert len({*rounded}) == 2
     assert all(own <= given <= 9 / 8 * own for own, given in zip(lengths, rounded, strict=True))
-    assert length_in(131073, apply_rope_fusion=False) == 131073
+    assert run_for_losses(own, _Chunk(apply_rope_fusion=False), row_of(131073))[0] == 131073
 
 
 def planned(dims: ParallelDims, num_microbatches: int, forward_only: bool) -> list[Any]:
@@ -207,45 +420,35 @@ def test_a_stage_expects_what_its_neighbour_sends(
     count = dims.round_up_num_microbatches(2 * pipeline + 1)
     stages = planned(dims, count, forward_only)
     for stage, following in itertools.pairwise([*stages, stages[0]]):
-        sent, received = list(stage._to_next), list(following._from_previous)
-        assert sent == received
-        chunks = virtual - (following is stages[0])
-        assert len(sent) == count * chunks
-        back_sent, back_received = list(following._to_previous), list(stage._from_next)
-        assert back_sent == back_received
-        assert len(back_sent) == (0 if forward_only else count * chunks)
+        sent, back = list(stage._to_next), list(following._to_previous)
+        assert (sent, back) == (list(following._from_previous), list(stage._from_next))
+        passes = count * (virtual - (following is stages[0]))
+        assert (len(sent), len(back)) == (passes, 0 if forward_only else passes)
 
 
 def test_tensors_that_the_plan_does_not_have_are_refused_before_they_are_sent() -> None:
     first, _ = planned(ParallelDims(pipeline_parallel=2), 2, False)
     assert first(torch.zeros(1, 1, 4), None, False, True) == ([0, 0, 0], [1, 1, 4])
-    with pytest.raises(
-        DynamicBatchArgumentError,
-        match=r"sends shape \[2, 1, 8\], but its neighbour expects \[2, 1, 4\]; "
-        r"set --dynamic-batch-no-planned-shapes",
-    ):
+    other_shape = (
+        r"sends shape \[2, 1, 8\], but its neighbour expects \[2, 1, 4\]; "
+        "set --dynamic-batch-no-planned-shapes"
+    )
+    with pytest.raises(DynamicBatchArgumentError, match=other_shape):
         first(torch.zeros(2, 1, 8), None, False, False)
     first(None, None, False, True)
+    too_many = "a stage has more transfers than its schedule"
     for transfer in ((torch.zeros(1, 1, 4), None, False, False), (None, None, False, True)):
-        with pytest.raises(
-            DynamicBatchArgumentError, match="a stage has more transfers than its schedule"
-        ):
+        with pytest.raises(DynamicBatchArgumentError, match=too_many):
             first(*transfer)
 
 
 def test_megatrons_exchange_is_replaced_inside_the_block_alone() -> None:
-    exchange = P2PCommunicator._communicate_shapes
-    answers: list[Any] = []
-
-    def known(*transfer: Any) -> tuple[list[int], list[int]]:
-        answers.append(transfer)
-        return [1], [2]
-
+    exchange, known = P2PCommunicator._communicate_shapes, mock.Mock(return_value=([1], [2]))
     with contextlib.suppress(ZeroDivisionError), compat.shapes_of_transfers(known):
         stage = object.__new__(P2PCommunicator)
         assert stage._communicate_shapes(None, None, True, False) == ([1], [2])
         raise ZeroDivisionError
-    assert answers == [(None, None, True, False)]
+    known.assert_called_once_with(None, None, True, False)
     assert P2PCommunicator._communicate_shapes is exchange
 
 
