@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -105,22 +106,30 @@ def test_a_lost_connection_that_nobody_explains_is_reported(
     assert "rank 0: step: RuntimeError: [gloo" in str(raised_by(two_ranks()[0], CLOSED))
 
 
+def broken_store(error: Exception) -> Any:
+    """A store of which every call raises."""
+    calls = ("add", "check", "compare_set")
+    return mock.Mock(**{f"{call}.side_effect": error for call in calls})
+
+
 @pytest.mark.parametrize(("agent", "named"), [("", "rank 0: its process has ended"), ("True", "")])
 def test_a_lost_store_names_the_rank_that_hosted_it(
     agent: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By itself and, from a loss, where ranks that share a micro-batch would join."""
 
-    class Gone:
-        def _raise(self, *unused: Any) -> Any:
-            raise dist.DistNetworkError("Broken pipe")
-
-        add = check = compare_set = _raise
-
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
-    watch = FailureWatch(Gone(), 1, num_ranks=2)
+    store = broken_store(dist.DistNetworkError("Broken pipe"))
+    watch = FailureWatch(store, 1, num_ranks=2)
     assert not watch.is_joined("loss", 2)
     assert (named or "rank 1: step: RuntimeError: [gloo") in str(raised_by(watch, CLOSED))
+
+
+def hosting_rank() -> tuple[FailureWatch, FailureWatch]:
+    """A rank that hosts the store, and another."""
+    store = dist.HashStore()
+    ours = FailureWatch(store, 0, num_ranks=2, hosted=store)
+    return ours, FailureWatch(store, 1, num_ranks=2)
 
 
 @pytest.mark.parametrize("ending", [KeyError, SystemExit])
@@ -128,18 +137,15 @@ def test_the_rank_that_hosts_the_store_stays_until_others_have_read(
     ending: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "LINGER_SECONDS", patience(20))
-    store = dist.HashStore()
-    ours = FailureWatch(store, 0, num_ranks=2, hosted=store)
-    theirs = FailureWatch(store, 1, num_ranks=2)
+    ours, theirs = hosting_rank()
     read = threading.Event()
 
-    def reads_late() -> None:
-        time.sleep(0.5)
+    def read_late() -> None:
         read.set()
         with contextlib.suppress(PipelineFailedError):
             theirs.raise_reported()
 
-    late = threading.Thread(target=reads_late)
+    late = threading.Timer(0.5, read_late)
     late.start()
     begun = time.monotonic()
     with pytest.raises((PipelineFailedError, SystemExit)), ours.reporting("step"):
@@ -151,8 +157,7 @@ def test_the_rank_that_hosts_the_store_stays_until_others_have_read(
 
 def test_it_stays_for_a_bounded_time_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "LINGER_SECONDS", 0.3)
-    store = dist.HashStore()
-    ours = FailureWatch(store, 0, num_ranks=2, hosted=store)
+    ours, _ = hosting_rank()
     begun = time.monotonic()
     raised_by(ours, KeyError("x"))
     assert time.monotonic() - begun > 0.25
@@ -223,16 +228,10 @@ def test_a_store_that_takes_no_note_ends_the_job_all_the_same(
 ) -> None:
     """The others see this rank's connections closed."""
 
-    class Refusing:
-        def compare_set(self, key: str, expected: str, desired: str) -> None:
-            raise dist.DistStoreError("no room")
-
-        def check(self, keys: list[str]) -> bool:
-            raise dist.DistStoreError("no room")
-
     aborts: list[int] = []
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: aborts.append(0))
-    error = raised_by(FailureWatch(Refusing(), 0, num_ranks=2), KeyError("x"))
+    store = broken_store(dist.DistStoreError("no room"))
+    error = raised_by(FailureWatch(store, 0, num_ranks=2), KeyError("x"))
     assert "rank 0: step: KeyError: 'x' (" in str(error)
     assert "the job's store took no note of it: DistStoreError: no room" in str(error)
     assert aborts == [0]
@@ -253,24 +252,17 @@ def test_ranks_that_share_a_micro_batch_join_or_do_not(monkeypatch: pytest.Monke
 
 
 def test_the_store_is_left_alone_outside_the_engines_calls() -> None:
-    class Counting:
-        calls = 0
-
-        def check(self, keys: list[str]) -> bool:
-            self.calls += 1
-            return False
-
-    store = Counting()
+    store = mock.Mock(**{"check.return_value": False})
     watch = FailureWatch(store, 0, num_ranks=2)
     time.sleep(0.1)
-    assert store.calls == 0
+    assert store.check.call_count == 0
     with watch.waiting():
         time.sleep(0.1)
-    assert store.calls > 1
+    assert store.check.call_count > 1
     time.sleep(0.05)
-    before = store.calls
+    before = store.check.call_count
     time.sleep(0.1)
-    assert store.calls == before
+    assert store.check.call_count == before
 
 
 def test_a_call_inside_another_leaves_that_one_watched() -> None:
@@ -309,17 +301,21 @@ def test_one_process_has_no_watch() -> None:
     assert threading.active_count() == threads
 
 
-def stuck(directory: Path, errors: str = "errors") -> tuple[str, int]:
-    """What a rank printed whose main thread waits in C++ when another fails, and its exit code."""
-    output = directory / "output"
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's full device")
+@pytest.mark.parametrize("log", ["errors", "/dev/full"])
+def test_a_rank_that_does_not_get_free_is_ended_with_the_cause(tmp_path: Path, log: str) -> None:
+    """Its main thread waits in C++ as another rank fails. Where its log was full, its thread ended
+    by the error of printing, and the rank waited on."""
+    output, errors = tmp_path / "output", tmp_path / log
     child = os.fork()  # importing torch anew takes longer than all other tests here
     if child == 0:
         signal.alarm(int(patience(60)))
         # Never back into pytest, whatever happens.
         with contextlib.suppress(BaseException):
-            for number, path in ((1, output), (2, directory / errors)):
+            for number, path in ((1, output), (2, errors)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
             sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False) for n in (1, 2))
+            watch.GRACE_SECONDS = 0.1
             ours, theirs = two_ranks()
             print("before")
             with contextlib.suppress(PipelineFailedError), theirs.reporting("step"):
@@ -328,25 +324,10 @@ def stuck(directory: Path, errors: str = "errors") -> tuple[str, int]:
                 time.sleep(3600)
         os._exit(1)
     _, status = os.waitpid(child, 0)
-    return output.read_text(), os.waitstatus_to_exitcode(status)
-
-
-@pytest.fixture
-def _without_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "GRACE_SECONDS", 0.1)
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's full device")
-@pytest.mark.usefixtures("_without_grace")
-def test_a_rank_whose_log_is_full_ends_all_the_same(tmp_path: Path) -> None:
-    """Its thread ended by the error of printing, and the rank waited on."""
-    assert stuck(tmp_path, "/dev/full")[1] == 86
-
-
-@pytest.mark.usefixtures("_without_grace")
-def test_a_rank_that_does_not_get_free_is_ended_with_the_cause(tmp_path: Path) -> None:
-    assert stuck(tmp_path) == ("before\n", 86)
-    errors = (tmp_path / "errors").read_text()
-    assert "PipelineFailedError: " in errors
-    assert "rank 1: step: KeyError: 'x'" in errors
-    assert "rank 0 waited for it and cannot be released" in errors
+    assert os.waitstatus_to_exitcode(status) == 86
+    if log == "errors":
+        assert output.read_text() == "before\n"
+        printed = errors.read_text()
+        assert "PipelineFailedError: " in printed
+        assert "rank 1: step: KeyError: 'x'" in printed
+        assert "rank 0 waited for it and cannot be released" in printed
