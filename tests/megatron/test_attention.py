@@ -3,7 +3,9 @@ that does not need several processes."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +45,14 @@ from mcore_batching.megatron.specs import SequenceParallelNorm, hybrid_spec
 SCALE = 0.3
 
 
-def offsets(lengths: list[int]) -> list[int]:
-    return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+def offsets(lengths: Sequence[int]) -> list[int]:
+    return [*itertools.accumulate(lengths, initial=0)]
+
+
+def config(**changes: Any) -> TransformerConfig:
+    """Of one layer with 4 heads of 8 dims that share 2 keys."""
+    shape = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
+    return TransformerConfig(**shape | changes)
 
 
 def dense(
@@ -85,16 +93,11 @@ def dense_kernel(
     return torch.cat([dense(*each, window) for each in zip(queries, keys, values, strict=True)])
 
 
-def local_positions(lengths: list[int], size: int, rank: int) -> torch.Tensor:
+def local_positions(lengths: list[int], size: int, rank: int) -> Tensor:
     """Where the tokens of a rank stand in the whole row, by the rule of two zigzag chunks."""
-    if size == 1:
-        return torch.arange(sum(lengths))
-    parts = []
-    for start, length in zip(offsets(lengths), lengths, strict=False):
-        chunk = length // (2 * size)
-        for place in (rank, 2 * size - 1 - rank):
-            parts.append(torch.arange(start + place * chunk, start + (place + 1) * chunk))
-    return torch.cat(parts)
+    sequences = torch.arange(sum(lengths)).split(lengths)
+    chunks = [each.tensor_split(2 * size) for each in sequences]
+    return torch.cat([each[place] for each in chunks for place in (rank, 2 * size - 1 - rank)])
 
 
 def group_of(size: int, rank: int) -> Any:
@@ -144,16 +147,14 @@ def test_packed_row_gives_what_its_sequences_give_alone(
 
 
 def packed_attention(mask: Any = AttnMaskType.causal, **changes: Any) -> PackedAttention:
-    """Of a layer with 4 heads of 8 dims that share 2 keys, on one rank."""
-    shape: dict[str, Any] = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
-    config = TransformerConfig(**shape, num_query_groups=2, **changes)
-    one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    groups = SimpleNamespace(tp=one, cp=one)
-    return PackedAttention(config, 1, mask, "self", softmax_scale=SCALE, pg_collection=groups)
+    """On one rank."""
+    groups = SimpleNamespace(tp=group_of(1, 0), cp=group_of(1, 0))
+    options = {"softmax_scale": SCALE, "pg_collection": groups}
+    return PackedAttention(config(**changes), 1, mask, "self", **options)
 
 
 def row_of(*lengths: int) -> Any:
-    return SimpleNamespace(host_cu_seqlens=offsets([*lengths]), cp_group=None)
+    return SimpleNamespace(host_cu_seqlens=offsets(lengths), cp_group=None)
 
 
 def test_packed_and_plain_rows_are_sequences_side_by_side() -> None:
@@ -229,16 +230,15 @@ def test_offsets_are_read_back_where_a_row_carries_none_on_the_host() -> None:
 @pytest.mark.parametrize("every", [1, [1, 1], 2, [0, 1]])
 def test_layers_of_several_kinds_are_no_one_spec(every: Any) -> None:
     """The model was built all the same, of experts alone or without the attention asked for."""
-    shape: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
-    config = TransformerConfig(**shape, num_moe_experts=2, moe_layer_freq=every)
+    made = config(num_layers=2, num_moe_experts=2, moe_layer_freq=every)
     if every in (1, [1, 1]):
-        assert megatron.packed_layer_spec(config).submodules.self_attention
-        config.experimental_attention_variant = "dsa"
+        assert megatron.packed_layer_spec(made).submodules.self_attention
+        made.experimental_attention_variant = "dsa"
         mend = "or unset --experimental-attention-variant"
     else:
         mend = r"get_gpt_decoder_block_spec\(config, .*\), through use_packed_attention without"
     with pytest.raises(megatron.DynamicBatchArgumentError, match=mend):
-        megatron.packed_layer_spec(config)
+        megatron.packed_layer_spec(made)
 
 
 @pytest.mark.parametrize("has_norms", [False, True])
@@ -248,17 +248,16 @@ def test_layers_of_several_kinds_make_a_block(
 ) -> None:
     """With norms, also those of heads, that sequence parallelism takes."""
     monkeypatch.setattr(transformer_block, "LayerNormImpl", None)
-    shape: dict[str, Any] = {"num_layers": 3, "hidden_size": 8, "num_attention_heads": 1}
-    shape |= {"num_moe_experts": 2, "moe_layer_freq": [0, 1, 1], "qk_layernorm": has_norms}
-    config = TransformerConfig(**shape)
-    config.sequence_parallel = sequence_parallel
-    plain = get_gpt_decoder_block_spec(config, False, pp_rank=0)
-    block = megatron.use_packed_attention(plain, config)
+    experts = {"num_moe_experts": 2, "moe_layer_freq": [0, 1, 1]}
+    made = config(num_layers=3, qk_layernorm=has_norms, **experts)
+    made.sequence_parallel = sequence_parallel
+    plain = get_gpt_decoder_block_spec(made, False, pp_rank=0)
+    block = megatron.use_packed_attention(plain, made)
     ours = SequenceParallelNorm if sequence_parallel else plain.layer_norm
     for layer, local in zip(block.layer_specs, plain.layer_specs, strict=True):
-        made, given = (each.submodules.self_attention.submodules for each in (layer, local))
-        assert made.core_attention is megatron.PackedAttention is not given.core_attention
-        assert made.q_layernorm is made.k_layernorm is (ours if has_norms else IdentityOp)
+        own, given = (each.submodules.self_attention.submodules for each in (layer, local))
+        assert own.core_attention is megatron.PackedAttention is not given.core_attention
+        assert own.q_layernorm is own.k_layernorm is (ours if has_norms else IdentityOp)
     assert block.layer_norm is ours
     assert transformer_block.LayerNormImpl is (ours if sequence_parallel else None)
 
@@ -331,14 +330,9 @@ def test_learnt_sinks_start_where_the_config_says(
     starts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    drawn: list[torch.Tensor] = []
-    config: Any = SimpleNamespace(
-        softmax_type="learnable",
-        params_dtype=torch.float32,
-        perform_initialization=starts,
-        init_method=drawn.append,
-    )
-    sinks = _sinks(config, 2)
+    drawn: list[Tensor] = []
+    starting = {"perform_initialization": starts, "init_method": drawn.append}
+    sinks = _sinks(config(softmax_type="learnable", **starting), 2)
     assert [each is sinks for each in drawn] == [True] * starts
 
 
@@ -346,17 +340,16 @@ def test_learnt_sinks_start_where_the_config_says(
 def test_all_parameters_of_a_norm_are_marked_for_sequence_parallelism(
     name: str, count: int
 ) -> None:
-    config: Any = SimpleNamespace(
-        layernorm_zero_centered_gamma=False, normalization=name, sequence_parallel=True
-    )
-    norm = SequenceParallelNorm(config, 4)
+    made = config(normalization=name)
+    made.sequence_parallel = True
+    norm: Any = SequenceParallelNorm(made, 4)
     assert [each.sequence_parallel for each in norm.parameters()] == [True] * count
-    config.normalization = "L2Norm"
+    made.normalization = "L2Norm"
     with pytest.raises(megatron.DynamicBatchArgumentError, match="set --normalization to LayerN"):
-        SequenceParallelNorm(config, 4)
-    config.layernorm_zero_centered_gamma = True
+        SequenceParallelNorm(made, 4)
+    made.layernorm_zero_centered_gamma = True
     with pytest.raises(megatron.DynamicBatchArgumentError, match="unset --apply-layernorm-1p"):
-        SequenceParallelNorm(config, 4)
+        SequenceParallelNorm(made, 4)
 
 
 class WithOffsets(torch.nn.Module):
