@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 from importlib.metadata import version
@@ -30,6 +31,7 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
 TP2, CP2 = ParallelDims(tensor_parallel=2), ParallelDims(context_parallel=2)
 TP2_SP = ParallelDims(tensor_parallel=2, sequence_parallel=True)
 CP2_TP2_SP = ParallelDims(context_parallel=2, tensor_parallel=2, sequence_parallel=True)
+NO_EXPERTS = {"num_moe_experts": None, "tensor_model_parallel_size": 1}
 
 
 def layer(path: str) -> Any:
@@ -49,14 +51,13 @@ def problems(
     row_ranks: int | None = None,
     **changes: Any,
 ) -> str:
-    """What is said of a model with two of this layer."""
-    chunk = torch.nn.ModuleDict({"first": made, "second": made.__class__.__new__(made.__class__)})
-    torch.nn.Module.__init__(chunk["second"])
-    chunk["second"].__dict__.update({k: v for k, v in made.__dict__.items() if k[0] != "_"})
-    settings = {"num_moe_experts": None, "tensor_model_parallel_size": 1} | changes
-    settings |= {"recompute_granularity": None}
-    chunk.config = SimpleNamespace(**{"deterministic_mode": False} | settings)
-    return "\n".join(layer_problems([chunk], dims, pads_rows=pads_rows, row_ranks=row_ranks))
+    """What is said of a model with two layers like this one."""
+    chunk = torch.nn.ModuleDict({"first": made, "second": copy.copy(made)})
+    settings = {"deterministic_mode": False, "recompute_granularity": None} | NO_EXPERTS | changes
+    chunk.config = SimpleNamespace(**settings)  # type: ignore[assignment]
+    said = "\n".join(layer_problems([chunk], dims, pads_rows=pads_rows, row_ranks=row_ranks))
+    assert "second" not in said  # one of each kind
+    return said
 
 
 def later(since: tuple[int, int], kind: str) -> str:
@@ -194,8 +195,7 @@ def test_layers_recomputed_behind_a_frozen_embedding() -> None:
     chunk = torch.nn.ModuleDict(
         {"embedding": torch.nn.Linear(1, 1), "decoder": torch.nn.LayerNorm(1)}
     )
-    settings = {"num_moe_experts": None, "tensor_model_parallel_size": 1}
-    chunk.config = SimpleNamespace(recompute_granularity="full", **settings)  # type: ignore[assignment]
+    chunk.config = SimpleNamespace(recompute_granularity="full", **NO_EXPERTS)  # type: ignore[assignment]
     chunk.embedding, chunk.decoder = chunk.embedding, chunk.decoder
 
     def said() -> str:
