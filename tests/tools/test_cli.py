@@ -1,9 +1,11 @@
-"""The command and its tables, in-process; `test_streams` starts it as a process."""
+"""The command, its tables and the files of lengths that it reads, in-process; `test_streams` starts
+it as a process."""
 
 from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +13,31 @@ import pytest
 
 from mcore_batching.flags import FLAGS, OPTIONS, PREFIX, REMOVED_FLAGS, THEMES
 from mcore_batching.planning import (
+    CostModel,
+    MCoreBatchingError,
     ParallelDims,
     Plan,
     PlannerConfig,
     plan_batch,
     step_statistics,
 )
+from mcore_batching.planning.errors import FLAG_OF
 from mcore_batching.tools import plan as plan_command
 from mcore_batching.tools import report
 from mcore_batching.tools.cli import main
+from mcore_batching.tools.lengths_file import read_lengths
+from mcore_batching.tools.options import UsageError
+
+
+def written(tmp_path: Path, text: str, name: str = "lengths.txt") -> str:
+    path = tmp_path / name
+    path.write_bytes(text.encode("utf-8"))
+    return str(path)
 
 
 @pytest.fixture
 def lengths_file(tmp_path: Path) -> str:
-    path = tmp_path / "lengths.txt"
-    path.write_text("6\n4\n3\n9\n2\n14\n")
-    return str(path)
+    return written(tmp_path, "6\n4\n3\n9\n2\n14\n")
 
 
 def test_flags_are_printed_by_theme_each_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,20 +79,20 @@ def test_plan_and_check(
     (advice,) = (at for at, line in enumerate(lines) if line.startswith("  would help: "))
     quiet = printed("plan", lengths_file, *cap, "--dp", "2", "--no-advice")
     assert quiet == [*lines[:advice], lines[-2]]
-    jsonl = tmp_path / "a.jsonl"
-    jsonl.write_text("".join(f'{{"n": {length}}}\n' for length in (6, 4, 3, 9, 2, 14)))
-    assert printed("plan", str(jsonl), "--column", "n", *cap, "--dp", "2", "--no-advice") == quiet
+    text = "".join(f'{{"n": {length}}}\n' for length in (6, 4, 3, 9, 2, 14))
+    jsonl = written(tmp_path, text, "a.jsonl")
+    assert printed("plan", jsonl, "--column", "n", *cap, "--dp", "2", "--no-advice") == quiet
 
-    model = tmp_path / "config.json"
-    model.write_text(
+    text = (
         '{"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 256,'
         ' "num_attention_heads": 4, "vocab_size": 1048576}'
     )
-    sized = printed("plan", lengths_file, *cap, "--model", str(model))
+    model = written(tmp_path, text, "config.json")
+    sized = printed("plan", lengths_file, *cap, "--model", model)
     (line,) = (line for line in sized if line.startswith("estimated memory"))
     assert line.endswith("first stage 0.00 GiB, last stage 0.25 GiB (0.08 GiB of it for logits)")
     # The output layer alone makes up nearly all of the model's costs.
-    printed("compare", lengths_file, *cap, "--pp", "2", "--model", str(model))
+    printed("compare", lengths_file, *cap, "--pp", "2", "--model", model)
     holds = "6 samples in 1 step, DP2, cap 10 tokens: every invariant holds; digest matches"
     assert printed("check", out, lengths_file) == [f"{out}: {holds}"]
 
@@ -89,26 +100,16 @@ def test_plan_and_check(
 def test_every_option_reaches_the_plan(
     tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "plan.json"
-    arguments = (
-        "--max-tokens-per-gpu 16 --dp 2 --pp 3 --vpp 2 --cp 2 --tp 4 --ep 2 --sequence-parallel "
-        "--microbatch-group-size 5 --samples-per-step 4 --on-oversize error --fill placeholder "
-        "--packing first-fit --balance none --dynamic-cp 2 --plan-effort 7 "
-        f"--max-samples-per-row 3 --out {out}"
-    )
-    assert main(["plan", lengths_file, *arguments.split()]) == 0
-    plan = Plan.from_json(out.read_text())
-    assert plan.steps[0].dims == ParallelDims(
+    dims = ParallelDims(
         data_parallel=2,
         pipeline_parallel=3,
         virtual_pipeline=2,
         context_parallel=2,
         tensor_parallel=4,
         expert_parallel=2,
-        sequence_parallel=True,
         microbatch_group_size=5,
     )
-    assert plan.steps[0].config == PlannerConfig(
+    config = PlannerConfig(
         max_tokens_per_gpu=16,
         packing="first-fit",
         balance="none",
@@ -118,6 +119,14 @@ def test_every_option_reaches_the_plan(
         plan_effort=7,
         max_samples_per_row=3,
     )
+    defaults = asdict(ParallelDims()) | asdict(PlannerConfig(max_tokens_per_gpu=1))
+    out, words = tmp_path / "plan.json", ["--sequence-parallel", "--samples-per-step", "4"]
+    for name, value in (asdict(dims) | asdict(config)).items():
+        words += [FLAG_OF[name], str(value)] if value != defaults[name] else []
+    assert main(["plan", lengths_file, *words, "--out", str(out)]) == 0
+    plan = Plan.from_json(out.read_text())
+    assert plan.steps[0].dims == replace(dims, sequence_parallel=True)
+    assert plan.steps[0].config == config
     assert [step.num_samples for step in plan.steps] == [4, 2]
     printed = capsys.readouterr().out
     sizes = "DP2 x PP3 x VPP2 x CP2 x TP4 x EP2 with sequence parallel, dynamic CP to 2, "
@@ -278,3 +287,93 @@ def test_many_steps_are_cut_in_the_middle_and_totalled_in_full() -> None:
     assert table.total[3] == f"{sum(lengths) / sum(s.offered_tokens for s in statistics):.1%}"
     whole = report.step_table(statistics[:16])
     assert [row[0] for row in whole.rows] == [str(index) for index in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "column", "lengths"),
+    [
+        ("a.txt", "3\n0\n17\n", None, [3, 0, 17]),
+        ("a", " 3 \r\n\r\n+5\n\n", None, [3, 5]),
+        ("a.txt", "\ufeff3\n4", None, [3, 4]),
+        ("a.txt", "", None, []),
+        ("a.csv", "id,tokens\na,3\nb,17\n", "tokens", [3, 17]),
+        ("a.csv", 'id,tokens\n"two\nlines",3\nb,17\n', "tokens", [3, 17]),
+        ("a.csv", "tokens\n3\n17,\n", None, [3, 17]),
+        ("a.CSV", "\ufefftokens\n3\n", "tokens", [3]),
+        ("a.jsonl", '{"n": 3, "x": "y"}\n\n{"n": "17"}\n', "n", [3, 17]),
+        ("a.json", '{"n": 3}\n', "n", [3]),
+        ("a.ndjson", '{"n": 3}\n', "n", [3]),
+    ],
+)
+def test_lengths_that_are_read(
+    tmp_path: Path, name: str, text: str, column: str | None, lengths: list[int]
+) -> None:
+    assert read_lengths(written(tmp_path, text, name), column) == lengths
+
+
+BAD = "expected a length of 0 to 1099511627776 tokens, got"
+NONE_NAMED = "no column is named; set column (--column) to one of"
+NO_SUCH = "there is no column 'c'; set column (--column) to"
+NO_LENGTHS = {
+    ("a.txt", None, "3\n\n-4\n"): f":3: {BAD} '-4'",
+    ("a.txt", None, "3\n4.0\n"): f":2: {BAD} '4.0'",
+    ("a.txt", None, "٣\n"): f":1: {BAD} '٣'",
+    ("a.txt", None, "9" * 5000): f":1: {BAD} '999",
+    ("a.txt", None, "1099511627777"): f":1: {BAD} '1099511627777'",
+    ("a.csv", None, "a,b\n1,2\n"): f": {NONE_NAMED} 'a', 'b'",
+    ("a.csv", "c", "a,b\n1,2\n"): f": {NO_SUCH} one of 'a'",
+    ("a.csv", "c", ""): f": {NO_SUCH} one of none",
+    ("a.csv", "b", "a,b\n1,2\n1,x\n"): f":3: {BAD} 'x'",
+    ("a.csv", "b", "a,b\n1,2\n1\n"): f":3: {BAD} None",
+    ("a.csv", None, "n\n1,024\n"): ":2: more cells than the heading's 1; write numbers",
+    ("a.csv", "n", "a,n\nx,5\nx,1,024\n"): ":3: more cells than the heading's 2",
+    ("a.csv", None, 'n\n"1,024"\n'): f":2: {BAD} '1,024'",
+    ("a.jsonl", "n", '{"n": 3}\n{"n": 3.0}\n'): f":2: {BAD} 3.0",
+    ("a.jsonl", "n", '{"n": true}\n'): f":1: {BAD} True",
+    ("a.jsonl", "n", '{"n": [1, 2]}\n'): f":1: {BAD} [1, 2]",
+    ("a.jsonl", "c", '{"c": 3}\n{"m": 3}\n'): f":2: {NO_SUCH}",
+    ("a.jsonl", None, '{"n": 3}\n'): f":1: {NONE_NAMED} 'n'",
+    ("a.jsonl", "n", '{"n": 3}\n{"n"\n'): ":2: not a line of JSON",
+    ("a.jsonl", "n", "[" * 100_000): ":1: not a line of JSON: maximum recursion depth",
+    ("a.csv", None, "n\n" + "9" * 200_000): ": field larger than field limit",
+    ("a.jsonl", "n", "3\n"): ":1: expected a JSON object, got '3'; give one a line, or a .txt file "
+    "of one length a line",
+}
+"""Names of files, a column and contents: the place and the error that follow the file's path."""
+
+
+@pytest.mark.parametrize(("name", "column", "text"), NO_LENGTHS)
+def test_lengths_that_are_refused(tmp_path: Path, name: str, text: str, column: str | None) -> None:
+    path = written(tmp_path, text, name)
+    with pytest.raises(UsageError) as caught:
+        read_lengths(path, column)
+    assert path + NO_LENGTHS[name, column, text] in str(caught.value)
+
+
+def test_what_a_terminal_would_act_on_is_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In names of files, of columns and of keys."""
+    escape, cap = "\x1b[2J\x9b\u202e", ("--max-tokens-per-gpu", "100")
+    folder = tmp_path / f"a{escape}"
+    folder.mkdir()
+    lengths = folder / "é.csv"
+    lengths.write_text(f"{escape},b\n1,2\n")
+    plan = folder / "plan.json"
+    costs = folder / "costs.json"
+    costs.write_text(json.dumps({**json.loads(CostModel().to_json()), escape: 1}))
+    assert main(["plan", str(lengths), *cap, "--column", "b", "--out", str(plan)]) == 0
+    assert main(["check", str(plan), str(lengths), "--column", "b"]) == 0
+    assert main(["check", str(plan), str(lengths), "--column", "c"]) == 2
+    assert main(["plan", str(folder / "none.txt"), *cap]) == 74
+    assert main(["plan", str(lengths), *cap, "--column", "b", "--cost-model", str(costs)]) == 2
+    changed = json.loads(plan.read_text())
+    changed["config"][escape] = 1
+    plan.write_text(json.dumps(changed))
+    assert main(["check", str(plan), str(lengths), "--column", "b"]) == 2
+    assert main(["replay", str(folder)]) == 2
+    with pytest.raises(MCoreBatchingError) as caught:  # as training prints it, too
+        Plan.from_json(plan.read_text())
+    printed = "".join(capsys.readouterr()) + str(caught.value)
+    assert not {"\x1b", "\x9b", "\u202e"} & set(printed)
+    assert "a\\x1b[2J\\x9b\\u202e/é.csv" in printed

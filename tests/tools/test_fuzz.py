@@ -1,4 +1,5 @@
-"""Hostile inputs for the command line, plans, their documents and packed rows.
+"""Hostile inputs for the command line, plans, their documents and packed rows; and what a file of a
+stranger cannot bring about: plans, records, cost models and data are JSON or text, bounded in size.
 
 An input is a sound call with some of its values, at any depth, replaced by hostile ones. It
 may be refused by one of the package's own errors; a command by its exit status and one line. What
@@ -12,7 +13,9 @@ import contextlib
 import io
 import json
 import math
+import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -24,6 +27,7 @@ from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -41,6 +45,7 @@ from mcore_batching.planning import (
     ParallelDims,
     Plan,
     PlannerConfig,
+    files,
 )
 from mcore_batching.tools.cli import main as command
 
@@ -116,16 +121,9 @@ def plans(rng: random.Random) -> None:
     given = keywords(
         spoiled({"lengths": list(LENGTHS), "dims": dict(DIMS), "config": dict(CONFIG)}, rng)
     )
+    of_groups = {"groups": list("aabbccdd"), "groups_per_step": 2}
     options = spoiled(
-        rng.choice(
-            [
-                {},
-                {"samples_per_step": 3},
-                {"groups": list("aabbccdd"), "groups_per_step": 2},
-                {"forward_only": True},
-            ]
-        ),
-        rng,
+        rng.choice([{}, {"samples_per_step": 3}, of_groups, {"forward_only": True}]), rng
     )
     dims = ParallelDims(**keywords(given.get("dims"), DIMS))
     config = PlannerConfig(**{"max_tokens_per_gpu": 64} | keywords(given.get("config"), CONFIG))
@@ -198,8 +196,7 @@ def packs(rng: random.Random) -> None:
 NUMBERS = ["0", "1", "2", "3", "64", "-1", "10" * 9, "1e3", "x", "", "nan", "²", "7" * 5000]
 FLAGS = [
     *("--max-tokens-per-gpu", "--dp", "--pp", "--vpp", "--cp", "--tp", "--ep", "--plan-effort"),
-    *("--samples-per-step", "--microbatch-group-size"),
-    "--max-samples-per-row",
+    *("--samples-per-step", "--microbatch-group-size", "--max-samples-per-row"),
 ]
 WORDS = ["--balance", "--fill", "--packing", "--column"]
 
@@ -253,21 +250,19 @@ def commands(rng: random.Random) -> None:
 
 def _run_command(words: list[str]) -> None:
     output, errors = io.StringIO(), io.StringIO()
-    standard_input = sys.stdin
-    sys.stdin = io.StringIO("5\n7\n")
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            try:
-                status = command(words)
-            except SystemExit as end:  # of the parser, with its usage
-                status = end.code
-                errors.truncate(0)
-    finally:
-        sys.stdin = standard_input
+    with (
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+        mock.patch.object(sys, "stdin", io.StringIO("5\n7\n")),
+    ):
+        try:
+            status = command(words)
+        except SystemExit as end:  # of the parser, with its usage
+            status = end.code
+            errors.truncate(0)
     assert status in (0, 1, 2, 74), (words, status, errors.getvalue())
     assert errors.getvalue().count("\n") <= bool(status), (words, errors.getvalue())
-    for text in (output.getvalue(), errors.getvalue()):
-        assert "Traceback" not in text
+    assert "Traceback" not in output.getvalue() + errors.getvalue()
 
 
 def outcome_of(target: Callable[[random.Random], None], rng: random.Random) -> str:
@@ -305,3 +300,43 @@ def test_hostile_inputs_are_refused_or_done_right(
     assert outcomes["held"] > 0
     assert outcomes["refused"] > 0 or target is commands
     assert {*outcomes} <= {"held", "refused"}
+
+
+PACKAGE = Path(__file__).resolve().parents[2] / "mcore_batching"
+MAKES_OBJECTS_OF_BYTES_OR_RUNS_CODE = (
+    r"(?<![\w.])(eval|exec|compile|__import__)\(|torch\.load|weights_only|allow_pickle|yaml\.load"
+    r"|\b(_?c?pickle|dill|cloudpickle|joblib|shelve|marshal)\b(?!\.dumps)|\w_object(_list)?\b"
+)
+STARTS_A_PROCESS = (
+    r"^\s*(import|from) +(subprocess|multiprocessing|pty|asyncio)|futures\.process"
+    r"|ProcessPoolExecutor|\.multiprocessing|\bos\.(fork|exec|spawn|posix_spawn|system|popen)"
+)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "modules"),
+    [
+        # The job's own bytes: between ranks, and between a rank and the process it has started.
+        (
+            MAKES_OBJECTS_OF_BYTES_OR_RUNS_CODE,
+            "batch/consensus batch/messages megatron/exchange megatron/job megatron/topology "
+            "planning/worker",
+        ),
+        # Another could have the working directory on its path; tests of this one see it has not.
+        (STARTS_A_PROCESS, "planning/worker"),
+    ],
+)
+def test_few_modules_make_objects_of_bytes_or_start_a_process(pattern: str, modules: str) -> None:
+    found = [
+        path.relative_to(PACKAGE).with_suffix("").as_posix()
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE | re.IGNORECASE)
+    ]
+    assert found == modules.split()
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe"])
+def test_a_job_refuses_devices_and_pipes_without_waiting(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="it is a device or a pipe; copy its content to a file"):
+        files.read_document(tmp_path / name)
