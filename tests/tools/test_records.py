@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
+import random
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
-from kit.patience import patience
+from hypothesis import strategies as st
 from planning_cases import Case, cases, examples, planned
-from recorded_jobs import CONFIG, COSTS, DIMS, lengths_of, recorded, recorded_job, the_file
 
 from mcore_batching.planning import (
     CostModel,
     ParallelDims,
+    PlannerConfig,
+    StepPlan,
     plan_batch,
     plan_step,
     predicted_step_time,
@@ -29,6 +29,7 @@ from mcore_batching.planning.forest import PrefixTree, forest_of_groups
 from mcore_batching.planning.plans.records import (
     COST_MODEL_FILE,
     RecordError,
+    StepRecord,
     StepRecorder,
     read_records,
 )
@@ -37,18 +38,57 @@ from mcore_batching.tools.cli import main
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.replay import by_setting, replay, seconds_per_unit
 
+DIMS = ParallelDims(data_parallel=2, pipeline_parallel=4)
+CONFIG = PlannerConfig(max_tokens_per_gpu=1000, balance="cost")
+COSTS = CostModel(quadratic=1 / 3000, per_micro_batch=7.0)
+SECONDS = st.none() | st.floats(0, 1e6)
 
-def test_costs_times_and_their_unit_are_recorded(tmp_path: Path) -> None:
-    folder = tmp_path / "deep" / "folder"
-    models = [replace(COSTS, per_micro_batch=float(step)) for step in range(3)]
-    plans = [plan_step([5, 6], DIMS, CONFIG, model) for model in models]
-    seconds, units = (0.5, None, 1.0), (None, 1e-3, 2e-3)
-    given = zip(plans, [[5, 6]] * 3, seconds, units, strict=True)
-    records = recorded(folder, *given)
-    assert [record.plan.cost_model for record in records] == models
-    assert tuple(record.seconds_per_unit for record in records) == units
-    assert tuple(record.measured_seconds for record in records) == seconds
-    assert [record.step for record in records] == [0, 1, 2]
+
+def step_of(
+    number: int = 0,
+    dims: ParallelDims = DIMS,
+    config: PlannerConfig = CONFIG,
+    costs: CostModel = COSTS,
+) -> tuple[StepPlan, list[int], float]:
+    """A step's plan, the lengths of its samples, and its predicted time in units of cost."""
+    generator = random.Random(number)
+    lengths = [min(900, round(generator.lognormvariate(5, 1)) + 1) for _ in range(24)]
+    plan = plan_step(lengths, dims, config, costs)
+    return plan, lengths, predicted_step_time(plan, lengths)
+
+
+def recorded(
+    directory: Path, *steps: tuple[StepPlan, Sequence[int], float | None, float | None]
+) -> list[StepRecord]:
+    """Records, read back, of one job's plans, lengths, seconds, and seconds of a unit of cost."""
+    recorder = StepRecorder(directory)
+    for plan, lengths, seconds, unit in steps:
+        recorder.append(plan, lengths, seconds, seconds_per_unit=unit)
+    recorder.close()
+    return read_records(directory)
+
+
+def the_file(directory: Path) -> Path:
+    (file,) = directory.glob("*.jsonl")
+    return file
+
+
+@given(steps=st.lists(st.tuples(cases(dynamic=True), SECONDS, SECONDS), min_size=1, max_size=3))
+@examples(60)
+def test_any_steps_come_back(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Case, float | None, float | None]]
+) -> None:
+    folder = tmp_path_factory.mktemp("records") / "deep" / "folder"
+    models = [replace(COSTS, per_micro_batch=float(step)) for step in range(len(steps))]
+    written = [
+        (planned(case, model), tuple(case.lengths), seconds, unit)
+        for (case, seconds, unit), model in zip(steps, models, strict=True)
+    ]
+    records = recorded(folder, *written)
+    assert [
+        (each.plan, each.lengths, each.measured_seconds, each.seconds_per_unit) for each in records
+    ] == written
+    assert [record.step for record in records] == [*range(len(steps))]
     assert read_records(the_file(folder)) == records
     # For other jobs, the last of them in a file of its own.
     assert CostModel.from_json((folder / COST_MODEL_FILE).read_text()) == models[-1]
@@ -70,18 +110,8 @@ def test_samples_that_share_tokens_are_recorded_with_the_plan(tmp_path: Path) ->
     assert step_statistics(replace(plan, trees=()), lengths).sharing == ""
 
 
-@given(case=cases(dynamic=True))
-@examples(60)
-def test_any_plan_comes_back(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
-    plan = planned(case, COSTS)
-    (record,) = recorded(tmp_path_factory.mktemp("records"), (plan, case.lengths, None, None))
-    assert record.plan == plan
-    assert record.plan.digest() == plan.digest()
-    assert record.lengths == tuple(case.lengths)
-
-
 def test_a_step_out_of_a_batch_is_refused_where_it_is_read(tmp_path: Path) -> None:
-    lengths = lengths_of(0)
+    _, lengths, _ = step_of()
     steps = plan_batch(lengths, DIMS, CONFIG, samples_per_step=10).steps
     with pytest.raises(RecordError, match="10 samples, but 24 lengths"):
         recorded(tmp_path, (steps[1], lengths, None, None))
@@ -102,20 +132,11 @@ def test_jobs_have_files_of_their_own(tmp_path: Path) -> None:
     assert not (tmp_path / "records").exists()
 
 
-KILLED = """
-import os, signal, sys
-from mcore_batching.planning import *
-from mcore_batching.planning.plans.records import StepRecorder
-recorder = StepRecorder(sys.argv[1])
-for _ in range(3):
-    recorder.append(plan_step([5], ParallelDims(), PlannerConfig(max_tokens_per_gpu=9)), [5], 1.0)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 def test_a_killed_job_has_lost_nothing(tmp_path: Path) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=patience(60))
-    assert killed.returncode == -signal.SIGKILL
+    recorder = StepRecorder(tmp_path)
+    for _ in range(3):
+        recorder.append(plan_step([5], DIMS, CONFIG), [5], 1.0)
+    # Nothing is left to a buffer of the process, which has closed no file.
     assert len(read_records(tmp_path)) == 3
     file = the_file(tmp_path)
     file.write_text(file.read_text()[:-20])  # cut in its last line
@@ -145,7 +166,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         StepRecorder(tmp_path / "file")
 
 
-TWO_STEPS = plan_batch(lengths_of(1), DIMS, CONFIG, samples_per_step=12)
+TWO_STEPS = plan_batch(step_of()[1], DIMS, CONFIG, samples_per_step=12)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +194,8 @@ TWO_STEPS = plan_batch(lengths_of(1), DIMS, CONFIG, samples_per_step=12)
     ],
 )
 def test_broken_lines_are_named(tmp_path: Path, key: str, value: object, message: str) -> None:
-    recorded_job(tmp_path, [0.5, 0.5])
+    plan, lengths, _ = step_of()
+    recorded(tmp_path, *[(plan, lengths, 0.5, None)] * 2)
     file = the_file(tmp_path)
     lines = [json.loads(text) for text in file.read_text().splitlines()]
     lines[1][key] = value
@@ -210,10 +232,10 @@ def test_learnt_units_that_change_are_each_step_s_own(
     units = [(9.0, 0.0), (8.0, 0.0), (37.0, 1e-3), (1.0, 2e-2), (0.5, 5e-2), (1.0, 0.0)]
     for step, (unit, seconds) in enumerate(units):
         costs = {name: unit * getattr(COSTS, name) for name in coefficients}
-        plan = plan_step(lengths_of(step), DIMS, CONFIG, replace(COSTS, **costs))
-        expected.append(seconds * predicted_step_time(plan, lengths_of(step)))
+        plan, lengths, end = step_of(step, costs=replace(COSTS, **costs))
+        expected.append(seconds * end)
         measured = 1.25 * expected[-1] or None
-        given.append((plan, lengths_of(step), measured, None if step < 2 else seconds or 2e-2))
+        given.append((plan, lengths, measured, None if step < 2 else seconds or 2e-2))
     changes, groups = zip(*by_setting(replay(recorded(tmp_path, *given))), strict=True)
     assert [len(alike) for alike in groups] == [1, 1, 4]
     assert (changes[1]["linear"], changes[2]) == (8.0, {"cost_model": "auto"})
@@ -229,9 +251,9 @@ def test_learnt_units_that_change_are_each_step_s_own(
 
 def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of steps that took what was predicted, but for a slow first one and a fast last one."""
-    plans = [plan_step(lengths_of(step), DIMS, CONFIG, COSTS) for step in range(5)]
-    times = [1e-3 * predicted_step_time(plan, lengths_of(i)) for i, plan in enumerate(plans)]
-    recorded_job(tmp_path, [4 * times[0], *times[1:-1], 0.8 * times[-1]])
+    seconds = [4e-3, 1e-3, 1e-3, 1e-3, 0.8e-3]
+    steps = [(*step_of(number), unit) for number, unit in enumerate(seconds)]
+    recorded(tmp_path, *((plan, lengths, unit * end, None) for plan, lengths, end, unit in steps))
     assert main(["replay", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("5 recorded steps, DP2 x PP4, cap 1000 tokens\n")
@@ -240,7 +262,7 @@ def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for column in ("error", "time/floor"):
         assert f"\n{column} " in printed
     first = next(line for line in printed.splitlines() if line.split()[:1] == ["0"])
-    assert f"{times[0]:.3f} s" in first
+    assert f"{1e-3 * steps[0][2]:.3f} s" in first
     assert "-75.0%" in first
 
 
@@ -258,8 +280,8 @@ def test_a_job_without_times(
     unit: float | None,
     printed: str,
 ) -> None:
-    plan = plan_step(lengths_of(0), DIMS, CONFIG, COSTS)
-    recorded(tmp_path, *((plan, lengths_of(0), each, unit) for each in seconds))
+    plan, lengths, _ = step_of()
+    recorded(tmp_path, *((plan, lengths, each, unit) for each in seconds))
     assert main(["replay", str(tmp_path)]) == 0
     assert printed in capsys.readouterr().out
 
@@ -269,10 +291,8 @@ def test_jobs_of_different_layouts_are_replayed_apart(
 ) -> None:
     """In one folder; the second takes half the time for a unit."""
     for name, dims, factor in (("a", DIMS, 2e-3), ("b", ParallelDims(data_parallel=8), 1e-3)):
-        plans = [plan_step(lengths_of(step), dims, CONFIG, COSTS) for step in range(2)]
-        times = [factor * predicted_step_time(p, lengths_of(i)) for i, p in enumerate(plans)]
-        given = [(plans[i], lengths_of(i), times[i], None) for i in range(2)]
-        recorded(tmp_path / name, *given)
+        steps = [step_of(number, dims) for number in range(2)]
+        recorded(tmp_path / name, *((plan, own, factor * end, None) for plan, own, end in steps))
         the_file(tmp_path / name).rename(tmp_path / f"{name}.jsonl")
     assert main(["replay", str(tmp_path)]) == 0
     blocks = capsys.readouterr().out.split(
@@ -287,8 +307,8 @@ def test_jobs_of_different_layouts_are_replayed_apart(
 def test_steps_part_where_options_or_costs_change(tmp_path: Path) -> None:
     smaller, costs = replace(CONFIG, max_tokens_per_gpu=950), replace(COSTS, linear=2.0)
     settings = ((CONFIG, COSTS), (smaller, COSTS), (smaller, costs), (CONFIG, COSTS))
-    plans = [plan_step(lengths_of(0), DIMS, *setting) for setting in settings]
-    records = recorded(tmp_path, *((plan, lengths_of(0), None, None) for plan in plans))
+    steps = [step_of(0, DIMS, *setting) for setting in settings]
+    records = recorded(tmp_path, *((plan, lengths, None, None) for plan, lengths, _ in steps))
     found = by_setting(replay(records))
     assert [len(steps) for _, steps in found] == [1, 1, 1, 1]
     assert [changed for changed, _ in found[1:]] == [

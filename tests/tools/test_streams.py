@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import recorded_jobs
 from kit.patience import patience
 
-from mcore_batching.planning import CostModel
+from mcore_batching.planning import CostModel, Plan
 from mcore_batching.planning.files import write_whole
+from mcore_batching.planning.plans.records import StepRecorder
 from mcore_batching.tools import compare, options, plan, replay
 from mcore_batching.tools.cli import main
 
@@ -96,7 +96,6 @@ READS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("streams")
-    recorded_jobs.recorded_job(made / "records", [1.0, 1.1])
     lengths = b"6\n4\n3\n9\n2\n14\n"
     (made / "lengths.txt").write_bytes(lengths)
     (made / "marked.txt").write_bytes(MARK + lengths)
@@ -109,6 +108,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lengths_file = str(made / "lengths.txt")
     assert main(["plan", lengths_file, *CAP.split(), "--no-advice", "--out", str(plan)]) == 0
     (made / "marked.json").write_bytes(MARK + plan.read_bytes())
+    recorder = StepRecorder(made / "records")
+    for seconds in (1.0, 1.1):
+        (step,) = Plan.from_json(plan.read_text()).steps
+        recorder.append(step, [6, 4, 3, 9, 2, 14], seconds)
+    recorder.close()
     return made
 
 
