@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from batch_cases import make_samples
-from ranks_worker import turns_of
+from test_advantages import turns_of
 from torch import tensor
 
 from mcore_batching import batch, rl
