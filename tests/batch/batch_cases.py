@@ -47,9 +47,9 @@ def make_samples(shapes: list[tuple[int, int]], seed: int = 0) -> dict[str, list
     }
 
 
-MARKED = DEFAULT_SCHEMA.declare("mark", Kind.PER_TOKEN).declare(
-    "fewer", Kind.PER_TOKEN, length_offset=-2
-)
+MARKED = DEFAULT_SCHEMA.declare("fewer", Kind.PER_TOKEN, length_offset=-2)
+for _name in ("mark", "labels", "loss_mask"):
+    MARKED = MARKED.declare(_name, Kind.PER_TOKEN)
 
 
 def marked(shapes: list[tuple[int, int]]) -> dict[str, list[Any]]:
@@ -191,9 +191,9 @@ class PlainRow:
     position_ids: list[int]
     loss_mask: list[float]
     padding_mask: list[bool]
-    offsets: list[int]
     places: list[int]
     """Of the token in its samples' tokens one behind the other; -1 for padding."""
+    offsets: list[int]
     response_labels: list[int]
     """Response tokens; 0 where nothing predicts one."""
     response_weights: list[float]
@@ -201,46 +201,29 @@ class PlainRow:
 
 def plain_row(samples: dict[str, list[Any]], sample_multiple: int, row_multiple: int) -> PlainRow:
     """The row that `pack` should make without context parallelism."""
-    row = PlainRow([], [], [], [], [], [0], [], [], [])
+    padding = PAD, PAD, 0, 0.0, True, -1
+    row: list[tuple[Any, ...]] = []
+    offsets, response_labels, response_weights = [0], list[int](), list[float]()
     tags = samples.get("is_padding") or [False] * len(samples["tokens"])
-
-    def pad() -> None:
-        row.tokens.append(PAD)
-        row.labels.append(PAD)
-        row.position_ids.append(0)
-        row.loss_mask.append(0.0)
-        row.padding_mask.append(True)
-        row.places.append(-1)
-
     place = itertools.count()
     for i, tokens in enumerate(samples["tokens"]):
-        ids = tokens.tolist()
+        ids, tag = tokens.tolist(), tags[i]
         prompt = len(ids) - samples["response_lengths"][i]
+        weights = [0.0] * prompt + [
+            float(weight) * (not tag) for weight in samples["loss_masks"][i]
+        ]
         for position, token in enumerate(ids):
-            successor = position + 1
-            row.tokens.append(token)
-            row.labels.append(ids[successor] if successor < len(ids) else PAD)
-            row.position_ids.append(position)
-            trained = successor >= prompt and successor < len(ids) and not tags[i]
-            row.loss_mask.append(
-                float(samples["loss_masks"][i][successor - prompt]) if trained else 0.0
-            )
-            row.padding_mask.append(tags[i])
-            row.places.append(next(place))
-        for place_of_token in range(prompt, len(ids)):
-            weight = float(samples["loss_masks"][i][place_of_token - prompt])
-            row.response_labels.append(ids[place_of_token] if place_of_token else 0)
-            row.response_weights.append(weight if place_of_token and not tags[i] else 0.0)
-        if not ids:
-            pad()
-        while len(row.tokens) % sample_multiple:
-            pad()
-        row.offsets.append(len(row.tokens))
-    while len(row.tokens) % row_multiple:
-        pad()
-    if row.offsets[-1] < len(row.tokens):
-        row.offsets.append(len(row.tokens))
-    return row
+            label, weight = [*zip(ids, weights, strict=True), (PAD, 0.0)][position + 1]
+            row.append((token, label, position, weight, tag, next(place)))
+        row += [padding] * (-max(1, len(ids)) % sample_multiple + (not ids))
+        offsets.append(len(row))
+        # Nothing predicts the first token of a sample without a prompt.
+        first = [0] if ids and not prompt else []
+        response_labels += first + ids[max(prompt, 1) :]
+        response_weights += first + weights[max(prompt, 1) :]
+    row += [padding] * (-len(row) % row_multiple)
+    offsets += [len(row)] if offsets[-1] < len(row) else []
+    return PlainRow(*map(list, zip(*row, strict=True)), offsets, response_labels, response_weights)
 
 
 @st.composite

@@ -20,7 +20,9 @@ def reports_of_group(
     report: Callable[[int, int], Any], size: int, folder: Path, seconds: float = SECONDS
 ) -> list[Any]:
     """What ``report(rank, size)`` returns on each rank of a gloo group."""
-    multiprocessing.set_forkserver_preload(["torch.distributed", "mcore_batching.rl", "pytest", "hypothesis"])
+    multiprocessing.set_forkserver_preload(
+        ["torch.distributed", "mcore_batching.rl", "pytest", "hypothesis"]
+    )
     context = multiprocessing.start_processes(
         _in_group,
         args=(report, size, folder),

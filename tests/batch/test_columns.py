@@ -56,17 +56,6 @@ def test_values_of_several_types_become_one_that_holds_all_without_a_graph() -> 
         assert columns.flat(name).dtype == torch.float32
 
 
-def test_a_change_in_place_is_none_of_the_neighbours() -> None:
-    """Autograd would refuse a backward pass through a neighbour of what has been changed."""
-    samples = make_samples([(2, 2), (2, 2)])
-    first, second = Columns.read(samples, DEFAULT_SCHEMA)["advantages"]
-    weight = torch.ones(2, requires_grad=True)
-    total = (weight * first).sum()
-    second.mul_(2)
-    total.backward()
-    assert torch.equal(second, 2 * samples["advantages"][1])
-
-
 def test_tensors_are_freed_as_soon_as_nothing_refers_to_them() -> None:
     """The garbage collector may not run for many steps: it counts objects, not their bytes."""
     columns = Columns.read(marked([(3, 2), (4, 4)]), MARKED)

@@ -1,9 +1,11 @@
-"""The guarantees of `pack` and of the row that it makes."""
+"""Rows: what they are made of, and what of them is made when, once for all rows and on a device."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,13 +28,15 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, make_placeholder
-from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.columns import Columns, sent
 from mcore_batching.batch.loss import step_totals
 from mcore_batching.batch.prefix_tree import find_forest_of
 from mcore_batching.batch.row import packed_field
+from mcore_batching.batch.row_block import RowBlock
 
 Shapes = list[tuple[int, int]]
 STREAMS = ("tokens", "labels", "position_ids", "loss_mask", "padding_mask")
+TYPES = (torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.uint8, torch.complex64)
 
 
 def merged(rows: list[PackedMicroBatch], name: str) -> list:
@@ -65,26 +69,29 @@ def require_row(
     rows: list[PackedMicroBatch], samples: dict[str, list], align: int, row_align: int
 ) -> None:
     """The streams of all ranks' slices of a row are those of `plain_row`, and fields come back."""
-    size, depths, has_axes = len(rows), len(rows[0].later), "position_ids" in samples
+    size, depths = len(rows), len(rows[0].later)
     missing = [(0, min(total, 2)) for total in samples["total_lengths"]]
     flat = {
         "mark": torch.cat([*samples["mark"], torch.zeros(1, 2).long()]),
         # The last tokens of a sample have none.
         "fewer": torch.cat([*map(pad, samples["fewer"], missing), torch.zeros(1)]),
-        "position_ids": pad(torch.cat(samples["tokens"]) + torch.tensor([[7], [9]]), (0, 1)),
     }
+    if "position_ids" in samples:
+        axes = torch.tensor([7, 9])
+        flat["position_ids"] = pad(torch.cat(samples["tokens"])[:, None] + axes, (0, 0, 0, 1))
+    for name in {"labels", "loss_mask"} & {*samples}:
+        flat[name] = pad(torch.cat(samples[name]), (0, 1))
     require_slices(rows)
     plain = plain_row(samples, align, row_align)
     for depth in range(depths + 1):
         streams = [row.later[depth - 1] if depth else row for row in rows]
         for name in STREAMS[: 5 if not depth else 4]:
             full = merge_packed([getattr(each, name) for each in streams], plain.offsets, -1)
-            if name == "position_ids" and has_axes:
+            wanted: Any = [later(getattr(plain, name), plain.offsets, depth)]
+            if name in flat:  # the samples' own
                 places = later(plain.places, plain.offsets, depth, -1)
-                assert torch.equal(full[:, 0], flat[name][:, places])
-            else:
-                wanted = later(getattr(plain, name), plain.offsets, depth)
-                assert full[0].tolist() == wanted, (name, depth)
+                wanted = flat[name][places].T.reshape(full.shape).tolist()
+            assert full.tolist() == wanted, (name, depth)
         for name in ("mark", "fewer"):
             parts = [packed_field(row.index, row.fields, MARKED[name], depth)[0] for row in rows]
             places = later(plain.places, plain.offsets, depth, -1)
@@ -94,7 +101,7 @@ def require_row(
     for row in rows:
         owned, positions = row.responses.owned_indices, row.responses.owned_positions
         assert not labels[owned].any()
-        labels[owned] = row.labels[0].index_select(0, positions)
+        labels[owned] = row.tokens.new_tensor(plain.labels)[row.index.positions[positions]]
         assert row.responses.loss_masks.tolist() == plain.response_weights
         assert row.responses.distinct_positions is None
         types = [getattr(row, name).dtype for name in (*STREAMS, "cu_seqlens_padded")]
@@ -123,17 +130,21 @@ def require_packed(
     row_align: int,
     depths: int = 2,
     has_axes: bool = True,
+    has_labels: bool = False,
 ) -> None:
     """Rows are packed at once as each is alone, by each rank, in every epoch."""
     shapes = [*itertools.chain(*of_rows)]
     samples = marked(shapes) | {"is_padding": [i % 4 == 3 for i in range(len(shapes))]}
     if not has_axes or not sum(samples["total_lengths"]):
         del samples["position_ids"]
+    if has_labels:
+        samples["labels"] = [tokens + 1000 for tokens in samples["tokens"]]
+        samples["loss_mask"] = [tokens / 8 for tokens in samples["tokens"]]
     columns = Columns.read(samples, MARKED)
     # From the last sample to the first.
     numbers = iter(range(len(shapes))[::-1])
     indices = [[*itertools.islice(numbers, len(each))] for each in of_rows]
-    options: dict[str, int] = {"pad_token_id": PAD, "depths": depths}
+    options = {"pad_token_id": PAD, "depths": depths, "has_labels": has_labels}
     blocks = [
         block_of(columns, indices, align, row_align, size, rank, **options) for rank in range(size)
     ]
@@ -157,12 +168,19 @@ ROWS = st.lists(sample_shapes(), min_size=1, max_size=3)
     st.integers(1, 40),
     st.integers(0, 5),
     st.booleans(),
+    st.booleans(),
 )
 def test_any_samples_are_packed_token_by_token_and_come_back(
-    of_rows: list[Shapes], size: int, factor: int, row: int, depths: int, has_axes: bool
+    of_rows: list[Shapes],
+    size: int,
+    factor: int,
+    row: int,
+    depths: int,
+    has_axes: bool,
+    has_labels: bool,
 ) -> None:
     align = (2 * size if size > 1 else 1) * factor
-    require_packed(of_rows, size, align, math.lcm(align, row), depths, has_axes)
+    require_packed(of_rows, size, align, math.lcm(align, row), depths, has_axes, has_labels)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -180,26 +198,20 @@ def test_a_placeholder_trains_nothing(size: int) -> None:
     for row in rows:
         assert (row.num_samples, row.sample_indices, row.is_placeholder) == (0, (), True)
         assert (row.total_lengths, row.response_lengths) == ([1], [0])
-        assert row.loss_mask.sum() == 0
         assert all(value is not None for values in row.fields.values() for value in values)
-    assert merged(rows, "tokens") == [7] + [PAD] * (2 * size - 1 if size > 1 else 0)
-    assert merged(rows, "padding_mask") == [False] + [True] * (2 * size - 1 if size > 1 else 0)
+    padding = 2 * size - 1 if size > 1 else 0
+    assert merged(rows, "tokens") == [7] + [PAD] * padding
+    assert merged(rows, "padding_mask") == [False] + [True] * padding
+    # Whatever its sample holds.
+    for row in (*rows, *pack_on_all_ranks(make_samples([(4, 3)]), size, sample_indices=())):
+        assert row.loss_mask.sum() == 0
 
 
-def test_whatever_a_placeholder_or_padding_sample_holds_its_mask_is_zero() -> None:
-    samples = make_samples([(4, 3), (6, 2)])
-    samples["loss_masks"] = [torch.ones(3), torch.ones(2)]
-    (row,) = pack_on_all_ranks(samples | {"is_padding": [True, False]})
+def test_without_masks_the_whole_response_is_trained() -> None:
+    samples = make_samples([(4, 3), (6, 2)]) | {"is_padding": [True, False]}
+    del samples["loss_masks"]
+    (row,) = pack_on_all_ranks(samples)
     assert row.loss_mask.tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 1, 0]]
-    # Without masks the whole response is trained.
-    (again,) = pack_on_all_ranks(
-        {name: each for name, each in samples.items() if name != "loss_masks"}
-    )
-    assert again.loss_mask.tolist() == [[1, 1, 1, 0, 0, 0, 0, 1, 1, 0]]
-    # Nor does a router count its tokens.
-    assert row.padding_mask.tolist() == [[True] * 4 + [False] * 6]
-    (row,) = pack_on_all_ranks(samples, sample_indices=())
-    assert row.loss_mask.sum() == 0
 
 
 @pytest.mark.parametrize("has_masks", [True, False])
@@ -218,16 +230,22 @@ def test_rows_are_made_where_the_tokens_are(has_masks: bool) -> None:
         assert torch.equal(row.responses.loss_masks, wanted.responses.loss_masks)
 
 
-def test_fields_are_copies_of_the_values_given() -> None:
+def test_rows_are_copies_of_the_samples_in_every_epoch() -> None:
+    """What is done to what was given, and to rows on a device, changes neither."""
     samples = make_samples([(4, 2), (3, 3)]) | {"uids": ["a", "b"], "values": None}
-    (row,) = pack_on_all_ranks(samples)
-    given = {key: [each.clone() for each in samples[key]] for key in ("tokens", "advantages")}
-    for key, values in given.items():
-        for each in samples[key]:
-            each.zero_()
-        assert all(torch.equal(a, b) for a, b in zip(row[key], values, strict=True))
-        assert [each.dtype for each in row[key]] == [each.dtype for each in values]
-    assert row["uids"] == ["a", "b"]
+    given = [each.clone() for each in samples["tokens"]]
+    columns = Columns.read(samples, DEFAULT_SCHEMA)
+    for each in samples["tokens"]:
+        each.zero_()
+    block = block_of(columns, [[0], [1]])
+    for _ in range(2):
+        for row, tokens in zip(block.rows(), given, strict=True):
+            assert row.tokens[0].tolist() == row["tokens"][0].tolist() == tokens.tolist()
+            for value in (row.tokens, row["tokens"][0], row.responses.loss_masks):
+                value.zero_()
+    assert equal(columns["tokens"], given)
+    # Fields are moved when they are read, whoever reads them.
+    assert all(field is not None for field in dict(block.rows()[0].fields.fields).values())
     with pytest.raises(KeyError, match=r"no field 'values' in this micro-batch; it has \['adv"):
         row["values"]
 
@@ -267,16 +285,12 @@ def test_a_row_goes_to_a_device_with_all_its_tensors() -> None:
         "rewards": [0.5],
     }
     (moved,) = pack_on_all_ranks(samples, device="meta", depths=1)
-    for name in (*STREAMS, "cu_seqlens_padded"):
-        assert getattr(moved, name).device.type == "meta", name
-    assert moved.responses.owned_indices.device.type == "meta"
-    assert moved.later[0].labels.device.type == "meta"
-    assert moved["tokens"][0].device.type == "meta"
-    assert moved["multimodal_train_inputs"][0]["pixels"].device.type == "meta"
-    assert moved["rewards"] == [0.5]
-    assert moved["uids"] == ["a"]
-    assert moved.sample_indices == (0,)
-    assert moved.host_cu_seqlens_padded == (0, 4)
+    tensors = [getattr(moved, name) for name in (*STREAMS, "cu_seqlens_padded")]
+    tensors += [moved.responses.owned_indices, moved.later[0].labels, moved["tokens"][0]]
+    tensors += [moved["multimodal_train_inputs"][0]["pixels"]]
+    assert {each.device.type for each in tensors} == {"meta"}
+    assert (moved["rewards"], moved["uids"]) == ([0.5], ["a"])
+    assert (moved.sample_indices, moved.host_cu_seqlens_padded) == ((0,), (0, 4))
 
 
 DEPTHS = 2
@@ -379,3 +393,88 @@ def test_only_turns_keep_a_segment_for_each_sample() -> None:
     (row,) = pack_on_all_ranks(two, forest=forest, row_alignment_tokens=32)
     assert row.nodes.paths == ((0,), (0,))
     assert row.responses.distinct_positions is not None
+
+
+def copies(values: list[Any]) -> list[Any]:
+    columns = Columns.read(make_samples([(1, 0)]), DEFAULT_SCHEMA)
+    return block_of(columns, [[0]]).copied_all(values)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.tuples(st.sampled_from(TYPES), st.lists(st.integers(0, 3), max_size=3)), max_size=8)
+)
+def test_tensors_in_lists_move_by_one_copy_for_each_type(
+    kinds: list[tuple[torch.dtype, list[int]]],
+) -> None:
+    tensors = [torch.randint(0, 9, shape).to(dtype) for dtype, shape in kinds]
+    back = [each["a"] for each in copies([{"a": each} for each in tensors])]
+    assert equal(back, tensors)
+    filled = [tensor for tensor in back if tensor.numel()]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in filled}
+    assert len(storages) == len({tensor.dtype for tensor in filled})
+
+
+def test_each_type_moves_to_a_device_once_and_its_tensors_not_again() -> None:
+    columns = Columns.read(make_samples([(1, 0)]), DEFAULT_SCHEMA)
+    values = [torch.ones(2), torch.ones(3), torch.ones(2).long()]
+    meta = torch.device("meta")
+    block = block_of(columns, [[0]], device=meta)
+    with torch.profiler.profile() as profile:
+        moved = block.copied_all(values)
+    assert [each.name for each in profile.events()].count("aten::_to_copy") == 2
+    assert [(each.device, each.shape) for each in moved] == [(meta, each.shape) for each in values]
+
+
+def test_views_and_strides_are_copied_alone() -> None:
+    """Not the whole of what a view looks into."""
+    whole = torch.arange(1000).view(100, 10)
+    column, repeated = copies([whole[:, 3], whole[5].expand(4, 10)])
+    assert torch.equal(column, whole[:, 3])
+    assert torch.equal(repeated, whole[5].expand(4, 10))
+    assert column.untyped_storage().nbytes() < 1500
+
+
+def test_what_a_copy_would_lose_is_kept() -> None:
+    """A graph, a subclass, a layout; what is no tensor."""
+    attached = torch.ones(2, requires_grad=True) * 2
+    parameter = torch.nn.Parameter(torch.ones(2))
+    values = [attached, parameter, torch.eye(2).to_sparse(), "a text", None]
+    assert all(one is other for one, other in zip(copies(values), values, strict=True))
+    assert sent(parameter, torch.device("cpu")) is parameter
+
+
+def test_a_change_in_place_is_none_of_the_neighbours() -> None:
+    """Autograd would refuse a backward pass through a neighbour of what has been changed."""
+    columns = Columns.read(make_samples([(4, 3), (4, 3)]), DEFAULT_SCHEMA)
+    one, other = block_of(columns, [[0], [1]]).rows()
+    pairs = [copies([torch.ones(2), torch.ones(2)]), [one.loss_mask, other.loss_mask]]
+    pairs.append(columns["advantages"])
+    for first, second in pairs:
+        weight = torch.ones_like(first, requires_grad=True)
+        before, total = first.clone(), (weight * first).sum()
+        second.mul_(2)
+        total.backward()
+        assert torch.equal(first, before)
+
+
+def test_a_tensor_is_made_when_it_is_read_and_once_for_all_rows_and_epochs() -> None:
+    columns = Columns.read(make_samples([(4, 2), (3, 3)]), DEFAULT_SCHEMA)
+    block = block_of(columns, [[0], [1]])
+    made: list[str] = []
+    make = RowBlock._make
+
+    def noted(self: RowBlock, name: str, depth: int) -> Any:
+        made.append(name)
+        return make(self, name, depth)
+
+    compact = mock.patch.object(Columns, "compact", autospec=True, side_effect=Columns.compact)
+    with mock.patch.object(RowBlock, "_make", noted), compact as gathered:
+        for _ in range(2):
+            rows = block.rows()
+            assert all(row.tokens is row.tokens for row in rows)
+            assert rows[0]["advantages"][0].untyped_storage().data_ptr() == (
+                rows[1]["advantages"][0].untyped_storage().data_ptr()
+            )
+    assert made == ["tokens"]
+    assert gathered.call_count == 1
