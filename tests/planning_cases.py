@@ -23,6 +23,7 @@ from mcore_batching.planning import (
     local,
     plan_step,
 )
+from mcore_batching.planning.config import placeholder_tokens
 from mcore_batching.planning.local import fill_local, pack_local
 from mcore_batching.tools.lengths_file import read_lengths
 
@@ -256,25 +257,20 @@ def cases(
         "max_context_parallel": most,
     }
     probe = PlannerConfig(max_tokens_per_gpu=1, **options)
-    units = [(sample_multiple(each, probe), row_multiple(each, probe)) for each in rows]
-    smallest_rows = [math.ceil(unit / row) * row for unit, row in units]
     # A token has room in rows of every size.
-    least = max(
-        math.ceil(tokens / each.context_parallel)
-        for tokens, each in zip(smallest_rows, rows, strict=True)
-    )
+    least = max(-(-placeholder_tokens(each, probe) // each.context_parallel) for each in rows)
     config = PlannerConfig(
         max_tokens_per_gpu=least + draw(st.sampled_from([0, 1, 7, 20, 64, 200])), **options
     )
     cap = config.max_tokens_per_gpu * (most or dims.context_parallel)
-    lengths = draw(
-        st.lists(
-            st.integers(0, cap)
-            | st.integers(0, max(1, cap // 5))
-            | st.sampled_from([0, 1, cap, cap + 1, 3 * cap]),
-            max_size=30,
-        )
+    any_length = st.integers(0, cap) | st.integers(0, max(1, cap // 5))
+    kinds = (
+        *(any_length | st.sampled_from([0, 1, cap, cap + 1, 3 * cap]),) * 3,
+        st.sampled_from([cap // 2 + 1, cap // 2, cap // 3, 4, 1]),
+        st.integers(0, cap // 6),
+        st.integers(cap + 1, 4 * cap) | st.just(0),
     )
+    lengths = draw(st.lists(draw(st.sampled_from(kinds)), max_size=30))
     owners = None
     if most is None and draw(st.booleans()):
         owners = draw(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import os
 import statistics
 import sys
@@ -56,7 +57,6 @@ from megatron.core.utils import get_model_config
 VOCABULARY = 8
 ROWS = 16
 ROW_TOKENS = 1024
-EPOCHS = {"first epoch": True, "later epochs": False}
 Samples = dict[str, list[Any]]
 
 
@@ -213,29 +213,27 @@ def timed(model: list[Any], step: Callable[[], Any]) -> tuple[float, float]:
 
 
 def beside_plain_loop(
-    job: tuple[list[Any], Any],
-    data: Samples,
-    per_row: int,
-    losses: tuple[Any, Any],
-    repeats: int,
-    *,
-    first_epoch: bool,
-) -> list[tuple[float, float]]:
-    """`timed` steps of rows of so many samples, less those of the plain loop."""
+    job: tuple[list[Any], Any], data: Samples, per_row: int, losses: tuple[Any, Any], repeats: int
+) -> list[list[tuple[float, float]]]:
+    """`timed` steps of rows of so many samples, less those of the plain loop, in the first epoch
+    and in later ones."""
     (model, optimizer), (ours, plain) = job, losses
     args = arguments(ParallelDims(), max_tokens_per_gpu=per_row * data["total_lengths"][0])
-    rollout = megatron.get_data_iterator(args, model, data)
-    rows, found = rows_by_hand(data, per_row), []
-    assert rollout[1][0] == len(rows), rollout[1]
-    for _ in range(repeats + 2):
-        if first_epoch:
-            rollout = megatron.get_data_iterator(args, model, data)
-        step = functools.partial(megatron.train_step, ours, args, model, *rollout, optimizer)
-        with without_stand_in():
-            own = timed(model, step)
-            others = timed(model, lambda: plain_step(model, rows, plain, optimizer))
-        found.append((own[0] - others[0], own[1] - others[1]))
-    return found[2:]
+    rows, epochs = rows_by_hand(data, per_row), []
+    for is_first in (True, False):
+        found = []
+        rollout = megatron.get_data_iterator(args, model, data)
+        assert rollout[1][0] == len(rows), rollout[1]
+        for _ in range(repeats + 2):
+            if is_first:
+                rollout = megatron.get_data_iterator(args, model, data)
+            step = functools.partial(megatron.train_step, ours, args, model, *rollout, optimizer)
+            with without_stand_in():
+                own = timed(model, step)
+                others = timed(model, lambda: plain_step(model, rows, plain, optimizer))
+            found.append((own[0] - others[0], own[1] - others[1]))
+        epochs.append(found[2:])
+    return epochs
 
 
 def reading(model: list[Any], repeats: int) -> list[float]:
@@ -268,19 +266,13 @@ def cell(times: list[float]) -> str:
 def measured(repeats: int) -> Iterator[tuple[str, list[list[float]]]]:
     """A row's name, and milliseconds in the first and in later epochs."""
     job = made_model()
-    for name, losses in {
-        "bare loss": (bare, bare),
-        "log-probs": (of_log_probs, plain_log_probs),
-    }.items():
-        for per_row in (1, 4, 32):
-            given = job, samples(ROWS * per_row, ROW_TOKENS // per_row), per_row, losses, repeats
-            steps = [
-                beside_plain_loop(*given, first_epoch=is_first) for is_first in EPOCHS.values()
-            ]
-            passes = [[after / ROWS for _, after in each] for each in steps]
-            yield f"micro-batch of {per_row} samples, {name}", passes
-    given = job, samples(512, 2_000), 8, (bare, bare), repeats
-    steps = [beside_plain_loop(*given, first_epoch=is_first) for is_first in EPOCHS.values()]
+    losses = {"bare loss": (bare, bare), "log-probs": (of_log_probs, plain_log_probs)}
+    for name, per_row in itertools.product(losses, (1, 4, 32)):
+        data = samples(ROWS * per_row, ROW_TOKENS // per_row)
+        steps = beside_plain_loop(job, data, per_row, losses[name], repeats)
+        passes = [[after / ROWS for _, after in each] for each in steps]
+        yield f"micro-batch of {per_row} samples, {name}", passes
+    steps = beside_plain_loop(job, samples(512, 2_000), 8, (bare, bare), repeats)
     before_passes = [[before for before, _ in each] for each in steps]
     yield "before the first pass, 64 rows x 8 x 2,000", before_passes
     yield "get_data_iterator of 512 samples", [reading(job[0], repeats), []]
@@ -299,7 +291,7 @@ def main() -> None:
             (name, *(cell(each) if each else "" for each in times))
             for name, times in measured(repeats)
         ]
-        columns = ("host time beside the plain loop's", *EPOCHS)
+        columns = ("host time beside the plain loop's", "first epoch", "later epochs")
         print(Table(columns=columns, rows=tuple(rows)))
         dist.destroy_process_group()
 

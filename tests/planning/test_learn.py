@@ -54,13 +54,19 @@ def error(learnt: LearntCosts, truth: CostModel, rows: Sequence[tuple[int, ...]]
     )
 
 
-@pytest.mark.parametrize("truth", [LAUNCHES, ATTENTION, BOTH, SHAPE])
+@pytest.mark.parametrize(
+    "truth", [LAUNCHES, ATTENTION, BOTH, SHAPE, replace(ATTENTION, window=32, quadratic=0.2)]
+)
 def test_costs_are_known_after_one_step_and_found_out_where_they_change(truth: CostModel) -> None:
-    learnt = BEGIN.after(BEGIN.evidence(timed(truth, rows_of(0, 48)), SHAPE))
+    """Pairs beyond the shape's window are not counted."""
+    shape = replace(SHAPE, window=truth.window)
+    begin = LearntCosts(shape=shape, cost_model=shape)
+    learnt = begin.after(begin.evidence(timed(truth, rows_of(0, 48)), shape))
+    assert learnt.cost_model.window == truth.window
     assert error(learnt, truth, rows_of(1)) < 0.08
     grown = replace(truth, quadratic=3 * truth.quadratic, per_micro_batch=truth.per_micro_batch / 3)
     for step in range(8):
-        learnt = learnt.after(learnt.evidence(timed(grown, rows_of(step)), SHAPE))
+        learnt = learnt.after(learnt.evidence(timed(grown, rows_of(step)), shape))
     assert error(learnt, grown, rows_of(20)) < 0.1
 
 
@@ -149,13 +155,3 @@ def test_uneven_stages_are_compared_with_what_their_layers_cost() -> None:
     learnt = learnt.after([sum(numbers) for numbers in zip(*parts, strict=True)])
     assert learnt.cost_model.quadratic == pytest.approx(truth.quadratic, rel=0.1)
     assert learnt.seconds_per_unit == pytest.approx(SECONDS_PER_UNIT, rel=0.05)
-
-
-def test_windows_bound_the_pairs_that_are_counted() -> None:
-    shape = replace(SHAPE, window=32, quadratic=0.01)
-    truth = replace(shape, quadratic=0.2)
-    learnt = LearntCosts(shape=shape, cost_model=shape)
-    for step in range(8):
-        learnt = learnt.after(learnt.evidence(timed(truth, rows_of(step)), shape))
-    assert learnt.cost_model.window == 32
-    assert error(learnt, truth, rows_of(9)) < 0.05
