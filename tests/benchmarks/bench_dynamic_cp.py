@@ -19,7 +19,6 @@ from pathlib import Path
 from benchmark_cases import MODEL, PP1, VPP2, layout_name, mean, parser_of, timed_plan
 from best_known import DYNAMIC, SEEDS, Case, cases
 from framework_rules import megatron_dynamic_plan
-from step_bound import step_time_bound
 
 from mcore_batching.planning import PlanningError, Problem, StepPlan
 from mcore_batching.planning.costs.cost import ordered_sum
@@ -56,7 +55,6 @@ def row(case: Case, megatron: Path | None) -> tuple[str, ...]:
         best = min(of_size, key=of_size.__getitem__)
         sizes.add(best)
         times["dynamic CP"].append(predicted_step_time(step, lengths) / pure)
-        times["bound"].append(step_time_bound(problem) / pure)
         times["one size"].append(of_size[best])
         times["size 1"] += [of_size[1]] if 1 in of_size else []
         try:
@@ -71,7 +69,7 @@ def row(case: Case, megatron: Path | None) -> tuple[str, ...]:
 
 
 COLUMNS = (
-    *("lengths, cap, samples, layout", "dynamic CP", "bound", "one size", "size 1"),
+    *("lengths, cap, samples, layout", "dynamic CP", "one size", "size 1"),
     *("Megatron's rule", "best sizes", "planning"),
 )
 

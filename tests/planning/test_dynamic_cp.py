@@ -24,7 +24,6 @@ from mcore_batching.planning.planner import packed_on_least_ranks
 from mcore_batching.planning.search import Objective
 from mcore_batching.planning.search.dynamic_cp import (
     LITTLE_EFFORT,
-    CpAssignment,
     SharedSteps,
     make_last_real,
     shared_objective,
@@ -160,21 +159,6 @@ def test_the_largest_slots_may_hold_samples_that_no_ranks_share() -> None:
         lengths = log_normal(96, seed, median=1000, sigma=1.3, cap=12_000)
         over += predicted_step_time(plan_step(lengths, PP4, config), lengths) / end
     assert over / len(known) < 1.008
-
-
-@pytest.mark.parametrize("dims", LAYOUTS)
-def test_assignments_are_judged_by_the_mean_rank(dims: ParallelDims) -> None:
-    """Where ranks are alike and samples so small that they meet their targets, about as their steps
-    end."""
-    lengths = [9000, 9000] + [40] * 800
-    config = PlannerConfig(max_tokens_per_gpu=9000, max_context_parallel=4)
-    steps = SharedSteps(shared_objective(Problem.of(lengths, dims, config)))
-    steps.layouts = [steps._layout((4, 4) + (1,) * 800)]
-    for first, skip in ((1.0, 0.0), (0.2, 0.5)):
-        assignment = CpAssignment(0, 12, first, skip)
-        made = steps.make(assignment)
-        assert made is not None
-        assert steps.judge(assignment) == pytest.approx(made.end, rel=0.02)
 
 
 def test_samples_get_the_least_size_that_brings_them_to_a_limit() -> None:

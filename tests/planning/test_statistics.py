@@ -17,12 +17,11 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
-from mcore_batching.planning.clock import Clock
+from mcore_batching.planning.clock import clocks_of
 from mcore_batching.planning.costs.layers_of import config_of_json
 from mcore_batching.planning.plans.memory import ModelShape, PredictedMemory, predicted_memory
-from mcore_batching.planning.plans.statistics import (
-    WeighedStep,
-)
+from mcore_batching.planning.plans.statistics import WeighedStep
+from mcore_batching.planning.schedule import Schedule
 from mcore_batching.tools.explain import explain
 
 PROPORTIONAL = CostModel(quadratic=0, per_micro_batch=0)
@@ -82,23 +81,16 @@ def test_lengths_may_be_whatever_gives_them_once() -> None:
     assert len(plan_batch([], dims, config, groups=[], groups_per_step=1).steps) == 1
 
 
-def test_ranks_without_samples_take_no_time_to_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are simulated once together, not each by itself, several times over."""
-    simulated, simulate = [], Clock._simulate
-
-    def counting(clock: Clock, *given: Any) -> None:
-        simulated.append(clock)
-        simulate(clock, *given)
-
-    monkeypatch.setattr(Clock, "_simulate", counting)
+def test_ranks_without_samples_are_simulated_once_together() -> None:
     few, many = (ParallelDims(data_parallel=ranks, pipeline_parallel=2) for ranks in (3, 4096))
     config, lengths = PlannerConfig(max_tokens_per_gpu=100), [50, 7, 90]
     placed = plan_step(lengths, few, config).micro_batches
-    alone = len(simulated)
     step = plan_step(lengths, many, config)
     assert step.micro_batches == placed + (((),),) * 4093
     assert step_statistics(step, lengths).num_placeholders == 4093
-    assert len(simulated) <= 2 * alone + 4
+    clocks = clocks_of([[5.0], *[[1.0]] * 4095], Schedule(dims=many))
+    assert len(clocks) == 4096
+    assert len(set(map(id, clocks))) == 2
 
 
 def test_statistics_count_a_shared_row_once() -> None:
@@ -200,17 +192,10 @@ def test_bytes_by_hand(
     )
 
 
-CONFIG = {
-    "num_hidden_layers": 8,
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 1024,
-    "rope_theta": 1e6,
-}
-
-
+CONFIG = json.loads(
+    """{"num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 256, "vocab_size": 1024,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 1e6}"""
+)
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
 
 
