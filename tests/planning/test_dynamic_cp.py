@@ -162,8 +162,6 @@ def test_the_largest_slots_may_hold_samples_that_no_ranks_share() -> None:
 
 
 def test_samples_get_the_least_size_that_brings_them_to_a_limit() -> None:
-    """Limits under which shared rows take too many slots are left out, but not sizes that lengths
-    ask for."""
     problem = Problem.of([2000, 1000, 100], PP2, replace(CONFIG, plan_effort=1))
     steps = SharedSteps(shared_objective(problem))
     shared_by_two = problem.on_ranks[2].costs[0]
@@ -171,13 +169,6 @@ def test_samples_get_the_least_size_that_brings_them_to_a_limit() -> None:
     assert steps.sizes_under(0.999 * shared_by_two) == (4, 1, 1)
     assert steps.sizes_under(problem.on_ranks[1].costs[0]) == (1, 1, 1)
     assert steps.sizes_under(0.0) == (4, 4, 4)  # where no size does, the largest
-    config = replace(CONFIG, max_tokens_per_gpu=5000)
-    problem = Problem.of([5000] * 20 + [4000] * 80, PP2, config)
-    layouts = SharedSteps(shared_objective(problem)).layouts
-    assert {tuple(sorted(set(layout.sizes))) for layout in layouts} == {(1,), (1, 2)}
-    needed = SharedSteps(shared_objective(Problem.of([5001] * 200, PP2, config)))
-    assert needed.layouts[0].sizes == (2,) * 200
-    assert needed.best()
 
 
 def test_the_slot_that_most_ranks_share_goes_last_where_one_ends_with_a_placeholder() -> None:
