@@ -8,6 +8,7 @@ packages with a start-up that imports engines. torch and tensordict are real.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import os
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from kit.stand_ins import StandIns, bare_packages, forget, write_package
 
 from mcore_batching.integrations.slime.rollout_manager import build_dp_schedule
@@ -331,3 +333,27 @@ def slime_plan(
         global_batch_size=size or len(lengths),
         rollout_indices=rollouts or list(range(len(lengths))),
     )
+
+
+LENGTHS = [90, 13, 55, 8, 21, 34, 70, 5, 3, 44, 61, 29]
+
+
+def padded_batch(lengths: list[int]) -> dict[str, torch.Tensor]:
+    """verl's or SkyRL's batch: the sample's number in place of each token, beside its mask."""
+    mask = torch.zeros(len(lengths), max(lengths, default=1), dtype=torch.long)
+    for row, length in enumerate(lengths):
+        mask[row, :length] = 1
+    numbers = mask * torch.arange(len(lengths))[:, None]
+    # verl's name, SkyRL's
+    return {"attention_mask": mask, "input_ids": numbers, "sequences": numbers}
+
+
+def groups_of(**sizes: int) -> SimpleNamespace:
+    """Megatron's parallel state, as far as it is read."""
+    made: dict[str, Any] = {"model_parallel_is_initialized": lambda: True}
+    for name in ("context", "tensor_model", "pipeline_model", "expert_model"):
+        size = sizes.get(name.removesuffix("_model"), 1)
+        made[f"get_{name}_parallel_world_size"] = functools.partial(int, size)
+    chunks = functools.partial(sizes.get, "chunks")
+    made["get_virtual_pipeline_model_parallel_world_size"] = chunks
+    return SimpleNamespace(**made)

@@ -18,14 +18,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 from kit.conversations import PACKAGES, words_for, write_lines
+from kit.harness import REPOSITORY, environment
 from kit.patience import patience
 from kit.stock_jobs import COMMON, FLAG, ON, PP2, VARIANTS, steps
 
 from mcore_batching.integrations import megatron_lm
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PATCHES = REPOSITORY / "patches"
 RELEASES = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
 FILES = {
@@ -36,10 +35,8 @@ FILES = {
 
 LAUNCH = """
 import os, runpy, sys
-from mcore_batching.megatron import PackedAttention, cpu_emulation
+from mcore_batching.megatron import PackedAttention  # the CPU stand-in is on from here
 from megatron.core.models import backends
-if os.environ.get("MCORE_BATCHING_CPU"):
-    cpu_emulation.enable()
 sys.argv = sys.argv[1:]
 if "--use-dynamic-batch-size" in sys.argv:  # what a model without Transformer Engine needs
     backends.DotProductAttention = PackedAttention
@@ -180,19 +177,13 @@ def train(
     """The log line of every iteration, without the times in it."""
     launcher = tree / "launch.py"
     launcher.write_text(LAUNCH)
-    variables = dict(os.environ) | {
-        "PYTHONPATH": os.pathsep.join([str(tree), str(REPOSITORY), str(PACKAGES)]),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    if torch.cuda.device_count() < 2:
-        variables |= {"MCORE_BATCHING_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables = environment(nproc)
+    paths = [str(tree), str(REPOSITORY), str(PACKAGES), variables["PYTHONPATH"]]
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     done = subprocess.run(
         [sys.executable, *command, str(launcher), str(script), *arguments, *flags],
         cwd=tree,
-        env=variables,
+        env=variables | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         timeout=patience(300),

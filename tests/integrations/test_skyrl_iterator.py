@@ -9,21 +9,17 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from frameworks import WORKERS, rewrite
+from frameworks import LENGTHS, WORKERS, groups_of, padded_batch, rewrite
 from planning_cases import plan_locally, real_lengths
-from rank_workers import batch_of
 
 from mcore_batching.batch import OrderError
 from mcore_batching.integrations import skyrl
 from mcore_batching.integrations.skyrl import hook
 from mcore_batching.planning import ParallelDims, PlannerConfig
-
-LENGTHS = [90, 13, 55, 8, 21, 34, 70, 5, 3, 44, 61, 29]
 
 
 @pytest.fixture
@@ -43,16 +39,11 @@ def own_workers(own: Callable[[str], Path]) -> Any:
 def test_in_a_pipeline_it_is_the_plan_of_the_rank(
     workers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = SimpleNamespace(
-        model_parallel_is_initialized=lambda: True,
-        get_pipeline_model_parallel_world_size=lambda: 4,
-        get_virtual_pipeline_model_parallel_world_size=lambda: None,
-    )
-    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", groups_of(pipeline=4))
     config = PlannerConfig(max_tokens_per_gpu=120)
     step = plan_locally(LENGTHS, ParallelDims(pipeline_parallel=4), config, [0] * 12)
     with hook():
-        made = workers.TokenBasedBatchIterator(batch_of(LENGTHS), max_tokens_per_microbatch=120)
+        made = workers.TokenBasedBatchIterator(padded_batch(LENGTHS), max_tokens_per_microbatch=120)
     assert made._microbatches == [list(samples) for samples in step.micro_batches[0]]
     assert isinstance(made, workers.TokenBasedBatchIterator)
 
@@ -70,7 +61,7 @@ FAULTS: dict[str, Callable[[list[dict[str, torch.Tensor]]], Any]] = {
 
 def test_another_number_of_rows_is_an_error(workers: Any) -> None:
     with hook():
-        made = workers.get_microbatch_iterator(batch_of(LENGTHS), 1, 120)
+        made = workers.get_microbatch_iterator(padded_batch(LENGTHS), 1, 120)
         outputs = [{"places": torch.tensor(samples)} for samples in made._microbatches]
         for name, change in FAULTS.items():
             with pytest.raises(OrderError, match="outputs, got" if "a " in name else "rows of"):
@@ -79,13 +70,13 @@ def test_another_number_of_rows_is_an_error(workers: Any) -> None:
         assert [int(row) for row in together["places"]] == list(range(len(LENGTHS)))
         assert len(made) == len(made._microbatches) < 12
         imported_meanwhile = workers.TokenBasedBatchIterator
-    assert len(imported_meanwhile(batch_of(LENGTHS), 120)) == 12  # undone, SkyRL's own
+    assert len(imported_meanwhile(padded_batch(LENGTHS), 120)) == 12  # undone, SkyRL's own
 
 
 def test_items_of_a_sample_too_few_are_an_error(workers: Any) -> None:
     """A Megatron worker's micro-batches have rows behind their samples', which SkyRL drops."""
     with hook():
-        made = workers.get_microbatch_iterator(batch_of(LENGTHS), 1, 120)
+        made = workers.get_microbatch_iterator(padded_batch(LENGTHS), 1, 120)
         items = [[*samples, "padding"] for samples in made._microbatches]
         assert made.reorder_and_combine_items(items) == list(range(len(LENGTHS)))
         with pytest.raises(OrderError, match=r"micro-batch 1 has \d samples and \d items"):
@@ -99,9 +90,11 @@ def test_the_cap_counts_tokens_as_skyrl_aligns_them(workers: Any) -> None:
     aligned = f"{given}, sequence_length_multiple=1, packed_length_multiple=1):"
     changed = rewrite(workers.__name__, Path(workers.__file__).parents[4], f"{given}):", aligned)
     with hook():
-        unaligned = changed.TokenBasedBatchIterator(batch_of([5] * 8), 20)
-        of_samples = changed.TokenBasedBatchIterator(batch_of([5] * 8), 20, 8)
-        of_rows = changed.TokenBasedBatchIterator(batch_of([5] * 8), 20, packed_length_multiple=16)
+        unaligned = changed.TokenBasedBatchIterator(padded_batch([5] * 8), 20)
+        of_samples = changed.TokenBasedBatchIterator(padded_batch([5] * 8), 20, 8)
+        of_rows = changed.TokenBasedBatchIterator(
+            padded_batch([5] * 8), 20, packed_length_multiple=16
+        )
     assert [len(each) for each in (unaligned, of_samples, of_rows)] == [2, 4, 3]
 
 
@@ -111,13 +104,13 @@ def test_padding_micro_batches_follow_up_to_the_count_of_all_ranks(
     """A sample cannot be split. `tests/distributed/kit/hooking.py` has the agreement of ranks."""
     monkeypatch.setattr(skyrl, "plan_locally", lambda *_: ((0,), (), ()))
     with hook():
-        made = workers.get_microbatch_iterator(batch_of([10]), 1, 100)
+        made = workers.get_microbatch_iterator(padded_batch([10]), 1, 100)
     assert (made._microbatches, made._num_padding_microbatches, len(made)) == ([[0]], 2, 3)
 
 
 def training_batch(workers: Any, lengths: list[int]) -> Any:
     batch = workers.TrainingInputBatch(
-        batch_of(lengths)
+        padded_batch(lengths)
         | {"rewards": torch.rand(len(lengths), 4), "loss_mask": torch.ones(len(lengths), 4)}
     )
     batch.metadata = {"response_length": 4}

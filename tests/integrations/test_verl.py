@@ -8,13 +8,14 @@ same with them is shown in `tests/distributed/test_hooked.py`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +23,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from frameworks import LENGTHS, groups_of, padded_batch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.patience import patience
 from kit.stand_ins import module_of
 from planning_cases import examples, plan_locally
-from rank_workers import CAP, CASES, batch_of, rearrange_all, selected
 from spawned import reports_of_group
 
 from mcore_batching.batch import OrderError
+from mcore_batching.integrations import local
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.verl import hook, micro_batches
 from mcore_batching.integrations.verl.micro_batches import RowScheduler
@@ -38,14 +41,19 @@ from mcore_batching.planning import ParallelDims, PlannerConfig
 
 Small = Callable[..., Path]
 PLUGIN = "mcore_batching.integrations.verl.plugin"
-LENGTHS = [90, 13, 55, 8, 21, 34, 70, 5, 3, 44, 61, 29]
+CAP = 100
+
+
+def selected(batch: Mapping[str, torch.Tensor], samples: list[int]) -> dict[str, torch.Tensor]:
+    """In place of verl's own, which takes a TensorDict."""
+    return {name: values[samples] for name, values in batch.items()}
 
 
 def rearranged(
     lengths: list[int], cap: int = CAP, *, fields: Any = None, **options: Any
 ) -> tuple[list[Any], Any]:
     """Without verl, of dense tensors."""
-    batch = batch_of(lengths) | (fields or {})
+    batch = padded_batch(lengths) | (fields or {})
     with mock.patch.object(micro_batches, "_select", selected):
         return micro_batches.rearrange_micro_batches(None, batch, cap, **options)
 
@@ -77,7 +85,7 @@ def test_the_contract_holds(lengths: list[int], multiple: int | None, least: int
         return data[torch.tensor(order).argsort()]
 
     restored = micro_batches.restore_dynamic_batch(own, rows, indices)
-    assert torch.equal(restored, batch_of(lengths)["input_ids"])
+    assert torch.equal(restored, padded_batch(lengths)["input_ids"])
 
 
 @pytest.mark.parametrize(
@@ -117,18 +125,6 @@ def test_it_is_refused_where_verl_counts_the_tokens_that_were_run() -> None:
         rearranged([40, 30, 60], fields=fields, num_batches_divided_by=4)
 
 
-def groups_of(**sizes: int) -> SimpleNamespace:
-    """Megatron's parallel state, as far as it is asked."""
-    names = ("context", "tensor", "pipeline", "expert")
-    functions = {
-        f"get_{name}_{'' if name == 'context' else 'model_'}parallel_world_size": sizes.get(name, 1)
-        for name in names
-    }
-    functions["get_virtual_pipeline_model_parallel_world_size"] = sizes.get("chunks")
-    made: dict[str, Any] = {name: lambda size=size: size for name, size in functions.items()}
-    return SimpleNamespace(model_parallel_is_initialized=lambda: True, **made)
-
-
 @pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (2, 2), (4, 1)])
 def test_it_is_the_plan_of_the_rank(
     monkeypatch: pytest.MonkeyPatch, stages: int, chunks: int
@@ -143,6 +139,38 @@ def test_it_is_the_plan_of_the_rank(
     assert indices == [list(samples) for samples in step.micro_batches[0]]
     for samples in indices:  # padded to multiples of 8, as verl pads for both
         assert sum(-(-LENGTHS[i] // 8) * 8 for i in samples) <= 120
+
+
+CASES: dict[str, tuple[list[list[int]], dict[str, Any]]] = {
+    "one rank needs more": ([[60, 60, 60, 60], [10, 10, 10, 10]], {}),
+    "groups of four": ([[60, 55, 58, 52, 51], [10, 10, 10, 10, 9]], {"num_batches_divided_by": 4}),
+    "alone": ([[60, 60, 60], [10, 10, 10]], {"same_micro_num_in_dp": False}),
+    "over the cap": ([[60, 101], [10, 10]], {}),
+    "no sample": ([[60], []], {}),
+    "batch cannot be read": ([[60, 5], [10, 10]], {}),
+    "planning fails": ([[60, 5], [10, 10]], {}),
+}
+"""By name: the lengths of each rank's samples, and verl's options."""
+
+
+def rearrange_all(rank: int, size: int) -> dict[str, Any]:
+    """What each case came to on this rank, an error as its text; the last rank is at fault."""
+    micro_batches._select, packing, report = selected, local.pack_local, {}
+    for case, (lengths, options) in CASES.items():
+        batch, is_last = padded_batch(lengths[rank]), rank == size - 1
+        if case == "planning fails" and is_last:
+            local.pack_local = lambda problem: 1 // 0
+        if case == "batch cannot be read" and is_last:
+            del batch["attention_mask"]
+        try:
+            made = micro_batches.rearrange_micro_batches(
+                None, batch, CAP, dist.group.WORLD, **options
+            )
+            report[case] = made[1]
+        except Exception as error:
+            report[case] = f"{type(error).__name__}: {error}"
+        local.pack_local = packing
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -227,33 +255,28 @@ def load_plugin() -> Any:
     return importlib.import_module(PLUGIN)
 
 
-@pytest.mark.parametrize("value", [None, "", "0"])
-def test_the_plugin_does_nothing_unless_asked(
+@pytest.mark.parametrize("value", [None, "", "0", "1", "yes"])
+def test_the_plugin_hooks_verl_if_it_is_asked(
     small: Small, monkeypatch: pytest.MonkeyPatch, value: str | None, capfd: Any
 ) -> None:
+    """And prints what is wrong, which verl only logs."""
     small("verl")
     if value is not None:
         monkeypatch.setenv("MCORE_BATCHING_VERL", value)
-    load_plugin()
-    assert "verl" not in sys.modules
-    assert capfd.readouterr() == ("", "")
-
-
-def test_the_plugin_hooks_verl_and_prints_what_is_wrong(
-    small: Small, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    small("verl")
-    monkeypatch.setenv("MCORE_BATCHING_VERL", "yes")
-    with pytest.raises(HookError):
+    with pytest.raises(HookError) if value == "yes" else contextlib.nullcontext():
         load_plugin()
-    shown = capfd.readouterr().err
-    assert "verl keeps its own micro-batches, because" in shown
-    assert "MCORE_BATCHING_VERL must be 1, 0 or unset, got 'yes'" in shown
-    monkeypatch.setenv("MCORE_BATCHING_VERL", "1")
-    load_plugin()
-    assert "hooked verl.utils.seqlen_balancing.rearrange_micro_batches" in capfd.readouterr().out
-    module = importlib.import_module("verl.utils.seqlen_balancing")
-    assert module.rearrange_micro_batches.__wrapped__ is not None
+    assert ("verl" in sys.modules) == (value == "1")
+    printed, errors = capfd.readouterr()
+    hooked, refused = (
+        "hooked verl.utils.seqlen_balancing.rearrange_micro_batches",
+        (
+            "verl keeps its own micro-batches, because",
+            "MCORE_BATCHING_VERL must be 1, 0 or unset, got 'yes'",
+        ),
+    )
+    assert (hooked in printed, bool(printed)) == (value == "1",) * 2
+    assert [each in errors for each in refused] == [value == "yes"] * 2
+    assert bool(errors) == (value == "yes")
 
 
 def test_verl_finds_the_plugin() -> None:

@@ -1,5 +1,6 @@
-"""The environments of the scripts: what is made, changed, and never removed. No package is
-installed: the interpreters are scripts that keep a list of what they were asked for."""
+"""The examples' scripts: environments that they make, change, and never remove, and what
+``sft.sh`` refuses. No package is installed: interpreters are scripts that list what they were asked
+for."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from kit.patience import patience
 
-ENVIRONMENT_SH = Path(__file__).resolve().parents[2] / "examples" / "environment.sh"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 PYTHON = """#!/bin/bash
 version={version}
@@ -42,7 +43,11 @@ class Machine:
         path = f"{self.folder / 'bin'}:/usr/bin:/bin"
         given = {"MCORE_BATCHING_PYTHON": str(named)} if named else {}
         done = subprocess.run(
-            ["bash", "-c", f'. {ENVIRONMENT_SH}; {ensure} >/dev/null; echo "$mcb_environment"'],
+            [
+                "bash",
+                "-c",
+                f'. {EXAMPLES / "environment.sh"}; {ensure} >/dev/null; echo "$mcb_environment"',
+            ],
             capture_output=True,
             text=True,
             timeout=patience(30),
@@ -156,3 +161,51 @@ def test_what_is_refused_stays_as_it_is(machine):
     assert "is not an environment that these scripts made: remove it" in text
     assert mark.exists()
     assert not (machine.folder / "installed").exists()
+
+
+def sft_sh(tmp_path, version, *arguments):
+    """The command with a Python that says this version, whatever it is asked for."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {version}\n")
+    python.chmod(0o755)
+    venv = tmp_path / "made" / "deep"
+    return subprocess.run(
+        ["bash", str(EXAMPLES / "sft.sh"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        env={
+            "PATH": "/usr/bin:/bin",
+            "MCORE_BATCHING_PYTHON": str(python),
+            "MCORE_BATCHING_VENV": str(venv),
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["--help"], 0, "bash examples/sft.sh [--baseline|--dynamic|--compare]"),
+        (["--data", "absent.jsonl"], 1, "no file absent.jsonl: give --data a file of JSON lines"),
+        (["--nproc", "0"], 1, "--nproc must be a whole number of 1 or more, got '0'"),
+        (["--data"], 1, "--data needs a value after it"),
+        ([], 3, "ships without megatron.training"),
+    ],
+)
+def test_the_command_explains_itself_and_refuses_before_it_installs(
+    tmp_path, arguments, status, says
+):
+    done = sft_sh(tmp_path, "3.11", *arguments)
+    assert done.returncode == status
+    assert says in done.stdout + done.stderr
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("folder", ["made", "runs"])
+def test_folders_that_cannot_be_written_name_what_to_set(tmp_path, folder):
+    (tmp_path / folder).touch()  # no folder can be made there, not even by root
+    done = sft_sh(tmp_path, "3.12", "--out", str(tmp_path / "runs"))
+    variable = {"made": "set MCORE_BATCHING_VENV to", "runs": "set --out to"}[folder]
+    assert done.returncode == 1
+    assert f"cannot write to {tmp_path / folder}" in done.stderr
+    assert f"{variable} another folder" in done.stderr

@@ -1,4 +1,5 @@
-"""The fine-tuning example's data: what of a line is trained, what is refused, what is drawn."""
+"""The fine-tuning example: what of a line is trained, what is refused, what is drawn, and the
+comparison of its logs."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core")
+import sft_figure
 from json_lines import DataError, Writer, read_samples
 from megatron.core.datasets.utils import Split
 from sft_datasets import build_datasets, byte_level_tokenizer
+from sft_log import Iteration, LogError, read_log
 
 END = 256
 BYTES = byte_level_tokenizer()
@@ -294,3 +297,78 @@ def test_lines_that_are_too_long_are_left_out_and_counted(tmp_path, capsys):
         datasets(tmp_path, (8, 2, 2), split="1,0,0")
     with pytest.raises(DataError, match="no line is left for the train dataset"):
         datasets(tmp_path, (8, 2, 2), data_path=None)
+
+
+ARGUMENTS = """
+------------------------ arguments ------------------------
+  context_parallel_size ........................... 2
+  data_parallel_size .............................. 2
+  max_tokens_per_gpu .............................. 1000
+  seq_length ...................................... 512
+-------------------- end of arguments ---------------------
+"""
+LINE = (
+    " [2026-11-21 06:25:36.852329] iteration {:8d}/      12 | consumed samples: {:12d} | elapsed "
+    "time per iteration (ms): {:.1f} | learning rate: 2.954000E-03 | global batch size:    16 | lm "
+    "loss: {:.6E} |{} loss scale: 1.0 | grad norm: 2.321 | number of skipped iterations:   0 |\n"
+)
+BATCHING = (
+    " batching/fill: {:.6E} | batching/padding: {:.6E} | batching/micro-batches a rank: {:.6E} |"
+)
+STEPS = [(1, 900, 6.0), (2, 700, 5.5), (3, 450, 4.5)]
+BATCHES = [(0.5, 0.25, 3), (0.6, 0.125, 4), (0.75, 0.0, 4)]
+
+
+def log(path, iterations, batching=()):
+    """A log as Megatron writes it: ``(number, ms, loss)`` of each iteration's line."""
+    extra = [BATCHING.format(*values) for values in batching] or [""] * len(iterations)
+    lines = [
+        LINE.format(number, 16 * number, ms, loss, each)
+        for (number, ms, loss), each in zip(iterations, extra, strict=True)
+    ]
+    noise = "Number of in-flight microbatches: 2\n validation loss at iteration 3 | lm loss: 1 |\n"
+    path.write_text(ARGUMENTS + noise.join(lines))
+    return path
+
+
+def test_a_log_gives_each_iterations_own_values(tmp_path):
+    # The second line holds the mean of the first two iterations.
+    assert read_log(log(tmp_path / "padded.log", STEPS)) == [
+        Iteration(1, 16, 6.0, 0.9, 8192),
+        Iteration(2, 32, 5.0, 0.5, 8192),
+        Iteration(3, 48, 4.5, 0.45, 8192),
+    ]
+    # 3, 5 and 4 micro-batches of each of 2 ranks, of 2 x 1000 tokens at most.
+    dynamic = read_log(log(tmp_path / "dynamic.log", STEPS, BATCHES))
+    tokens = [0.5 * 12000 / 0.75, 0.7 * 20000, 0.75 * 16000]
+    assert [each.computed_tokens for each in dynamic] == pytest.approx(tokens)
+    assert [each.loss for each in dynamic] == [6.0, 5.0, 4.5]
+
+
+def test_logs_that_do_not_tell_are_refused(tmp_path):
+    path = tmp_path / "x.log"
+    path.write_text(ARGUMENTS + "Error\n")
+    with pytest.raises(LogError, match="has no iteration: the job ended before its first one"):
+        read_log(path)
+    with pytest.raises(LogError, match=r"has iterations \[1, 3\], expected \[1, 2\]"):
+        read_log(log(path, [STEPS[0], STEPS[2]]))
+    path.write_text(log(path, STEPS[:1]).read_text().replace("seq_length", "length"))
+    with pytest.raises(LogError, match="does not tell 'seq_length'"):
+        read_log(path)
+
+
+def test_a_directory_of_two_logs_is_compared_in_words_and_drawn(tmp_path, capsys):
+    log(tmp_path / "dynamic.log", STEPS, BATCHES)
+    with pytest.raises(SystemExit, match=r"padded\.log"):
+        sft_figure.main([str(tmp_path)])
+    log(tmp_path / "padded.log", [(1, 900, 6.0), (2, 1450, 5.625), (3, 1000, 4.5)])
+    sft_figure.main([str(tmp_path)])
+    assert capsys.readouterr().out.startswith(
+        "largest difference in loss over 3 steps: 2.5e-01 (logged to 7 digits)\n"
+        "tokens computed per step: 11,333 instead of 8,192, 0.7 times fewer\n"
+        "median step: 0.47 s instead of 1.50 s, 3.2 times faster\n"
+    )
+    assert (tmp_path / "comparison.png").stat().st_size > 10_000
+    log(tmp_path / "padded.log", STEPS[:2])
+    with pytest.raises(SystemExit, match="run both with the same arguments"):
+        sft_figure.main([str(tmp_path)])
