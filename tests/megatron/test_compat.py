@@ -1,20 +1,31 @@
-"""Calls that hide differences between versions of Megatron."""
+"""What differs between versions of Megatron, and a CPU in place of the CUDA device.
+
+The CPU stand-in patches when asked to, and never where a GPU would be forgotten: all in one
+process, in which it is turned on last.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import megatron.core
 import pytest
 import torch
+from kit import cpu_kernels
+from kit.patience import patience
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import silu, softplus
 
 from mcore_batching.megatron import compat, prepare_packed_model
 from mcore_batching.megatron.checks import settings
@@ -183,3 +194,117 @@ def test_layers_with_routers_take_the_mask_of_a_row() -> None:
     assert layers[1](packed_seq_params=row) is None
     for params in (None, SimpleNamespace()):
         assert layers[0](packed_seq_params=params, padding_mask="given") == "given"
+
+
+PROGRAM = """
+import importlib, json, os, sys, types, torch
+found = {}
+before = torch.cuda.current_device, torch.cuda.Stream
+has_cuda = True
+torch.cuda.is_available = lambda: has_cuda
+
+os.environ['MCORE_BATCHING_CPU'] = '1'
+try:
+    import mcore_batching.megatron
+except Exception as error:
+    found['refused'] = [type(error).__name__, str(error), isinstance(error, RuntimeError)]
+try:
+    import transformer_engine
+except ImportError as error:
+    found['engine hidden'] = type(error).__name__
+
+os.environ['MCORE_BATCHING_CPU'] = '0'
+import mcore_batching.megatron
+from mcore_batching.megatron import cpu_emulation
+from bootstrap import initialize_process_group
+after = torch.cuda.current_device, torch.cuda.Stream
+found['import'] = [after == before, cpu_emulation.is_enabled()]
+has_cuda = False
+try:
+    initialize_process_group()
+except cpu_emulation.DeviceError as error:
+    found['bootstrap'] = str(error)
+sys.modules['transformer_engine'] = types.ModuleType('transformer_engine')
+try:
+    cpu_emulation.enable(force=True)
+except cpu_emulation.DeviceError as error:
+    found['engine imported'] = str(error)
+del sys.modules['transformer_engine']
+
+has_cuda = True
+os.environ['MCORE_BATCHING_CPU'] = 'force'
+importlib.reload(mcore_batching.megatron)
+cpu_emulation.enable(force=True)
+torch.cuda.manual_seed(3)
+a = torch.rand(2)
+torch.manual_seed(3)
+found['enabled'] = {
+    'is enabled': cpu_emulation.is_enabled(),
+    'on the host': torch.ones(2, device='cuda').device.type == 'cpu',
+    'event': torch.cuda.current_stream().record_event().query(),
+    'seed': torch.equal(a, torch.rand(2)),
+    'not for torch': not torch.cuda.is_available(),
+}
+
+from mcore_batching import ParallelDims, ParallelDimsError
+import bootstrap
+os.environ.update(RANK='0', WORLD_SIZE='1', LOCAL_RANK='0')
+os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT='0')
+initialize_process_group()
+try:
+    bootstrap.initialize_model_parallel(ParallelDims(data_parallel=2))
+except ParallelDimsError as error:
+    found['dims'] = str(error)
+print(json.dumps(found))
+"""
+
+
+def test_the_cpu_stands_for_cuda_where_it_is_asked_to(tmp_path: Path) -> None:
+    """With a Transformer Engine on the path that no CPU can import."""
+    (tmp_path / "transformer_engine.py").write_text("raise RuntimeError('no GPU')\n")
+    bootstrap = Path(__file__).resolve().parents[2] / "examples" / "grpo"
+    paths = os.pathsep.join([str(tmp_path), str(bootstrap), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=patience(240),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    # Nothing is touched unless asked to, nor where CUDA is present.
+    assert found["import"] == [True, False]
+    assert "no CUDA device: set MCORE_BATCHING_CPU=1" in found["bootstrap"]
+    name, message, is_runtime_error = found["refused"]
+    assert (name, is_runtime_error) == ("DeviceError", True)
+    assert "this machine has CUDA: unset MCORE_BATCHING_CPU" in message
+    assert "set it to force" in message
+    assert "cannot run with Transformer Engine" in found["engine imported"]
+    assert "set MCORE_BATCHING_CPU=1 before" in found["engine imported"]
+    # The variable alone turns it on before Megatron looks for kernels, under plain torchrun, too.
+    assert [name for name, right in found["enabled"].items() if not right] == []
+    assert found["engine hidden"] == "ModuleNotFoundError"
+    assert found["dims"] == (
+        "the parallel dims need 2 processes, torchrun started 1: set --nproc-per-node to 2 or "
+        "change the dims"
+    )
+
+
+def test_mambas_state_decays_from_token_to_token() -> None:
+    """The quadratic form is the recurrence that it stands for, anew with every sequence."""
+    projected = torch.randn(1, 5, 5, generator=torch.Generator().manual_seed(0))
+    rates, step_bias, skip = torch.tensor([-0.7]), torch.tensor([0.3]), torch.tensor([0.5])
+    numbers = torch.tensor([[0, 0, 0, 1, 1]])
+    settings = {"headdim": 1, "ngroups": 1, "seq_idx": numbers, "D": skip}
+    convolution = torch.ones(3, 1), torch.zeros(3)
+    found = cpu_kernels._mamba(projected, *convolution, step_bias, rates, **settings)
+    state = torch.zeros(1)
+    for token, (gate, *mixed, step) in enumerate(projected[0]):
+        x, key, query = silu(torch.stack(mixed))
+        if token == 3:
+            state = torch.zeros(1)
+        step = softplus(step + step_bias)
+        state = (step * rates).exp() * state + step * x * key
+        assert torch.allclose(found[0, token], (state * query + x * skip) * silu(gate), atol=1e-6)
