@@ -73,24 +73,18 @@ def dense_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_offsets: Tensor,
-    key_offsets: Tensor,
-    max_queries: int,
-    max_keys: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
+    *rows: Any,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
 ) -> Tensor:
-    """PyTorch 2.13's `varlen_attn`, by its documentation, for the CPU."""
+    """PyTorch 2.13's `varlen_attn`, by its documentation, for the CPU: behind the values offsets of
+    queries and of keys, and the most of each."""
     assert (scale, enable_gqa) == (SCALE, query.shape[1] != key.shape[1])
-    window, after = window_size
-    assert after == 0
-    ends = [each.diff().max() for each in (query_offsets, key_offsets)]
-    assert ends == [max_queries, max_keys]
-    queries = torch.split(query, query_offsets.diff().tolist())
-    keys, values = (torch.split(each, key_offsets.diff().tolist()) for each in (key, value))
-    return torch.cat([dense(*each, window) for each in zip(queries, keys, values, strict=True)])
+    lengths = [each.diff().tolist() for each in rows[:2]]
+    assert ([*map(max, lengths)], window_size[1]) == ([*rows[2:]], 0)
+    parts = zip(*map(torch.split, (query, key, value), [*lengths, lengths[1]]), strict=True)
+    return torch.cat([dense(*each, window_size[0]) for each in parts])
 
 
 def local_positions(lengths: list[int], size: int, rank: int) -> Tensor:

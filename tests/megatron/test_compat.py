@@ -151,49 +151,46 @@ def test_hits_of_multi_token_prediction_are_counted_by_megatron() -> None:
     assert (float(guessed), float(trained)) == (1.0, 2.0)
 
 
+class Layer(torch.nn.Module):
+    """Returns what its forward pass finds: the groups of its attention and router, and the mask."""
+
+    def __init__(self, **router: Any) -> None:
+        super().__init__()
+        self.pg_collection = SimpleNamespace(cp="the model's")
+        self.mlp = SimpleNamespace(**router)
+
+    def forward(self, padding_mask: Any = None, **unused: Any) -> tuple[Any, ...]:
+        router = getattr(self.mlp, "router", None)
+        return self.pg_collection.cp, getattr(router, "tp_cp_group", None), padding_mask
+
+
 def test_layers_follow_the_groups_of_rows_while_they_run() -> None:
-    """Every step asks for it. A router's losses stay logged by the model's group."""
-
-    class Layer(torch.nn.Module):
-        def forward(self, **unused: Any) -> tuple[Any, Any]:
-            return self.pg_collection.cp, self.router.tp_cp_group
-
-    layer: Any = Layer()
-    layer.pg_collection = SimpleNamespace(cp="the model's")
-    layer.router = SimpleNamespace(tp_cp_group="the model's")
+    """Set up anew by every step. A router's losses stay logged by the model's group."""
+    attention, expert = (Layer(router=SimpleNamespace(tp_cp_group="the model's")) for _ in "12")
     for _ in range(2):
-        compat.let_rows_have_groups(layer)
-    assert (len(layer._forward_pre_hooks), len(layer._forward_hooks)) == (1, 1)
+        compat.let_rows_have_groups(attention)
+        compat.let_router_have_groups(expert, expert.mlp.router)
     of_row = SimpleNamespace(cp_group="the row's")
-    assert layer(packed_seq_params=of_row) == ("the row's", "the model's")
-    expert: Any = Layer()
-    expert.pg_collection, expert.router = layer.pg_collection, layer.router
-    for _ in range(2):
-        compat.let_router_have_groups(expert, expert.router)
-    assert expert(packed_seq_params=of_row) == ("the model's", "the row's")
-    assert expert.router.models_group == "the model's"
-    for each in (layer, expert):
+    assert attention(packed_seq_params=of_row) == ("the row's", "the model's", None)
+    assert expert(packed_seq_params=of_row) == ("the model's", "the row's", None)
+    assert expert.mlp.router.models_group == "the model's"
+    for layer in (attention, expert):
+        assert (len(layer._forward_pre_hooks), len(layer._forward_hooks)) == (1, 1)
         for params in (None, SimpleNamespace(cp_group=None)):
-            assert each(packed_seq_params=params) == ("the model's", "the model's")
+            assert layer(packed_seq_params=params) == ("the model's", "the model's", None)
 
 
 def test_layers_with_routers_take_the_mask_of_a_row() -> None:
     """Of any class, once, and from parameters that have one."""
-
-    class Layer(torch.nn.Module):
-        def forward(self, **given: Any) -> Any:
-            return given.get("padding_mask")
-
-    layers: Any = torch.nn.ModuleList([Layer(), Layer()])
-    layers[0].mlp = SimpleNamespace(router="a router")
+    layers: Any = torch.nn.ModuleList([Layer(router="a router"), Layer()])
     for _ in range(2):
         compat.mask_padding(layers)
     assert [len(layer._forward_pre_hooks) for layer in layers] == [1, 0]
     row = SimpleNamespace(own_padding_mask="the row's")
-    assert layers[0](packed_seq_params=row, padding_mask=None) == "the row's"
-    assert layers[1](packed_seq_params=row) is None
+    masks = [layer(packed_seq_params=row, padding_mask=None)[-1] for layer in layers]
+    assert masks == ["the row's", None]
     for params in (None, SimpleNamespace()):
-        assert layers[0](packed_seq_params=params, padding_mask="given") == "given"
+        assert layers[0](packed_seq_params=params, padding_mask="given")[-1] == "given"
 
 
 PROGRAM = """
