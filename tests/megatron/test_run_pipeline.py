@@ -40,8 +40,8 @@ from mcore_batching.megatron.run_pipeline import (
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning import ParallelDims, PlannerConfig
 
-LENGTHS = [3, 2, 4, 1, 5, 6, 2]
-STEPS = (((0, 1), (2,), (3,), (), (4,)), ((6, 5),))
+LENGTHS = [3, 2, 4, 1, 5, 6, 2, 4]
+STEPS = (((0, 1), (2,), (3,), (), (4,)), ((6, 5),), ((7,),))
 
 
 def samples_of(*lengths: int, **fields: Any) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def schedule() -> Any:
-    """Of two steps, the samples of which came one after the other."""
+    """Of three steps, the samples of which came one after the other."""
     columns = Columns.read(SAMPLES, DEFAULT_SCHEMA)
     settings = SimpleNamespace(
         dims=ParallelDims(), config=PlannerConfig(max_tokens_per_gpu=16, pad_each_to=4)
@@ -78,7 +78,7 @@ def schedule() -> Any:
     return MicroBatchSchedule(
         samples=SimpleNamespace(settings=settings, job=SimpleNamespace(options=options)),  # type: ignore[arg-type]
         moves=SimpleNamespace(own=0),  # type: ignore[arg-type]
-        parts=[columns.taken(each) for each in ([], range(5), range(5, 7))],
+        parts=[columns.taken(each) for each in ([], range(5), (5, 6), (7,))],
         template=make_placeholder(DEFAULT_SCHEMA, list(SAMPLES), SAMPLES),
         steps=STEPS,
     )
@@ -89,7 +89,7 @@ def prepared(of: MicroBatchSchedule, step: int = 0) -> PreparedStep:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("step", [0, 1, 2])
 def test_rows_are_drawn_from_the_part_that_has_their_samples(step: int) -> None:
     """Without a copy of all."""
     of = schedule()
@@ -106,7 +106,7 @@ def test_rows_are_drawn_from_the_part_that_has_their_samples(step: int) -> None:
             assert row["multimodal_train_inputs"][place]["pixels"][0, 0] == LENGTHS[index]
         with pytest.raises(KeyError):
             row["rewards"]
-    assert len(of.parts) == 3
+    assert len(of.parts) == 4
     whole = zip(of.rollout_data["tokens"], SAMPLES["tokens"], strict=True)
     assert all(torch.equal(*pair) for pair in whole)
     assert len(of.parts) == 1
