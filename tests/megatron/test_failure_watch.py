@@ -207,7 +207,7 @@ def test_errors_without_a_failed_pipeline_stay_what_they_are() -> None:
         pass
 
 
-def test_others_hear_of_an_error_whatever_it_says() -> None:
+def test_an_error_is_reported_to_the_others_whatever_its_text() -> None:
     """A real store closes the connection over some megabytes; half a character cannot be printed.
 
     The others then waited for the time-out, and blamed the next.
@@ -227,7 +227,6 @@ def test_a_store_that_takes_no_note_ends_the_job_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others see this rank's connections closed."""
-
     aborts: list[int] = []
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: aborts.append(0))
     store = broken_store(dist.DistStoreError("no room"))
@@ -277,7 +276,7 @@ def test_a_call_inside_another_leaves_that_one_watched() -> None:
             deadline = time.monotonic() + patience(10)
             while ours._failure is None and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert ours._failure is not None, "the thread asks the store"
+            assert ours._failure is not None, "the thread reads the store"
 
     with pytest.raises(PipelineFailedError, match="rank 1: step: KeyError"):
         run()
@@ -295,7 +294,7 @@ def test_it_ends_with_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_process_has_no_watch() -> None:
     threads = threading.active_count()
-    assert watch_of_world().is_joined("alone", 2)  # it has nobody to ask
+    assert watch_of_world().is_joined("alone", 2)  # it has no peers
     with pytest.raises(KeyError), watch_of_world().reporting("step"):
         raise KeyError("x")
     assert threading.active_count() == threads
