@@ -70,6 +70,7 @@ class MicroBatchSchedule:
     made_totals: dict[Any, tuple[StepTotals, list[float]]] = dataclasses.field(default_factory=dict)
     made_rows: dict[Any, RowBlock] = dataclasses.field(default_factory=dict)
     _nodes: dict[Any, Nodes] = dataclasses.field(default_factory=dict)
+    _multiples: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.own_lengths = [length for part in self.parts for length in part.total_lengths]
@@ -264,14 +265,17 @@ class MicroBatchSchedule:
         context-parallel ranks."""
         key = tuple(indices), size
         if key not in self._nodes:
-            # Paddings depend on the context-parallel size, which here is the row's.
-            is_usual = size == self.dims.context_parallel
-            dims = self.dims if is_usual else self.dims.for_rows_on(size)
             of_row = (self.own_lengths, indices, self.forest) if indices else ([1], [0], None)
-            multiples = sample_multiple_tokens, row_multiple_tokens
-            alignments = (multiple(dims, self.config) for multiple in multiples)
-            self._nodes[key] = Nodes.of(*of_row, *alignments)
+            self._nodes[key] = Nodes.of(*of_row, *self._alignments(size))
         return self._nodes[key]
+
+    def _alignments(self, size: int) -> tuple[int, int]:
+        """Multiples to which samples and rows on this many context-parallel ranks are padded."""
+        if size not in self._multiples:
+            is_usual = size == self.dims.context_parallel
+            given = self.dims if is_usual else self.dims.for_rows_on(size), self.config
+            self._multiples[size] = sample_multiple_tokens(*given), row_multiple_tokens(*given)
+        return self._multiples[size]
 
     @property
     def has_sizes_of_rows(self) -> bool:
