@@ -201,7 +201,9 @@ def _samples(job: Mapping[str, Any], number: int) -> Samples:
     if job["model"]["kind"] == "replay":
         layers, experts = job["model"]["settings"]["num_layers"], ROUTING["experts"]
         samples["rollout_routed_experts"] = [
-            uniform(total - 1, layers, experts).topk(ROUTING["top_k"]).indices.to(torch.int16)
+            uniform(max(total - 1, 0), layers, experts)
+            .topk(ROUTING["top_k"])
+            .indices.to(torch.int16)
             for total, _ in lengths
         ]
         if job["turns"]:

@@ -113,6 +113,9 @@ class RandomReference:
         its routers saw, and hidden states of further tokens."""
         tokens = samples["tokens"][i].to(torch.cuda.current_device())
         length, response = len(tokens), samples["response_lengths"][i]
+        if not length:  # the model runs on one token or more
+            nothing = torch.zeros(0, device=tokens.device)
+            return nothing, nothing, [], []
         if self._is_replayed:
             self._tell_routers(samples["rollout_routed_experts"][i])
         positions = torch.arange(length, device=tokens.device)[None]
@@ -187,7 +190,8 @@ class RandomReference:
         for i in chosen:
             made = self._ahead.pop(i, None) or self.statistics(samples, i)
             log_probs, entropies, routed[i], passes = made
-            later.append([pair for kept in passes for pair in self._later(samples, i, kept)])
+            if passes:
+                later.append([pair for kept in passes for pair in self._later(samples, i, kept)])
             farthest = max([farthest, *log_probs.detach().abs().tolist()])
             masks.append(trained_mask(samples, i).to(log_probs.device))
             behaviour, advantages, anchor, engine = (
@@ -245,7 +249,7 @@ class RandomReference:
         total, weights = torch.zeros(()), self._balancing
         of_balance = weights.get("aux_loss", 0.0) + weights.get("seq_aux_loss", 0.0)
         for row in filter(None, rows):
-            for layers in zip(*(routed[i] for i in row), strict=True):
+            for layers in zip(*(routed[i] for i in row if routed[i]), strict=True):
                 logits = torch.cat(layers)
                 top_k, experts = ROUTING["top_k"], logits.shape[1]
                 chosen = torch.zeros_like(logits).scatter(1, logits.topk(top_k).indices, 1.0)

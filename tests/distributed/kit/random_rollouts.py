@@ -47,6 +47,9 @@ def _rollout(draw: Draw, name: str, ranks: int, most_steps: int) -> dict[str, An
     samples = [
         [n, _response(stream, how, n), rank] for n, rank in zip(lengths, owners, strict=True)
     ]
+    if draw.chance(f"{name}, samples of no tokens", 0.1):
+        for sample in samples[::3]:
+            sample[:2] = [0, 0]
     samples.sort(key=lambda sample: sample[2])
     rollout: dict[str, Any] = {"samples": samples}
     steps = draw.one(f"{name}, steps", ["one", "one", "global batch size", "groups", "dealt out"])
