@@ -278,31 +278,25 @@ def test_a_fork_of_its_parent_does_not_end_it(planner: PlanningWorker) -> None:
     assert (planner.pid, planner.complaint()) == (pid, None)
 
 
-OWNER = """
-import os, signal, sys, time
-from mcore_batching.planning import worker
-from test_worker import REQUEST, SLEEPS
-
-moment, is_stopped = sys.argv[1:]
-if moment == "plans":
-    sleeps = f"import mcore_batching.planning.worker as it, time\\n{SLEEPS}"
-    worker._START = worker._START.replace("\\nserve()", f"\\n{sleeps}\\nserve()")
-planner = worker.PlanningWorker()
-ticket = planner.submit(REQUEST)
-if moment == "waits":
-    ticket.wait(60)
-elif moment == "plans":
-    time.sleep(1)
-if is_stopped == "True":
-    os.kill(planner.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, planner.pid, os.WSTOPPED | os.WNOWAIT)
-# It keeps the worker's input open, as a worker of a data loader may.
-fork = os.fork()
-if fork:
-    print(planner.pid, fork, flush=True)
-time.sleep(1000)
-"""
-FOLDERS = f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}"
+def own_a_worker(moment: str, is_stopped: bool) -> None:
+    """Start a worker, print its process id and that of a fork when it is at some moment, and sleep:
+    a program of its own."""
+    if moment == "plans":
+        starts_with(pytest.MonkeyPatch(), SLEEPS)
+    planner = PlanningWorker()
+    ticket, pid = planner.submit(REQUEST), planner.pid or 0
+    if moment == "waits":
+        ticket.wait(LIMIT_SECONDS)
+    elif moment == "plans":
+        time.sleep(1)
+    if is_stopped:
+        os.kill(pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+    # It keeps the worker's input open, as a worker of a data loader may.
+    fork = os.fork()
+    if fork:
+        print(pid, fork, flush=True)
+    time.sleep(1000)
 
 
 @pytest.mark.parametrize("is_leader", [True, False], ids=["own session", "session of others"])
@@ -311,9 +305,11 @@ FOLDERS = f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}"
 def test_it_is_gone_with_a_parent_that_is_killed(
     moment: str, is_stopped: bool, is_leader: bool
 ) -> None:
+    owner_code = f"from test_worker import own_a_worker; own_a_worker({moment!r}, {is_stopped})"
+    folders = f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}"
     with subprocess.Popen(
-        [sys.executable, "-c", OWNER, moment, str(is_stopped)],
-        env=os.environ | {"PYTHONPATH": FOLDERS},
+        [sys.executable, "-c", owner_code],
+        env=os.environ | {"PYTHONPATH": folders},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=is_leader,
