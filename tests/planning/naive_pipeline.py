@@ -8,7 +8,7 @@ megatron-core 0.18 and later, and without ``waits_for_sends`` of earlier ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from mcore_batching.planning import ParallelDims
 from mcore_batching.planning.clock import Blocks
@@ -83,26 +83,40 @@ def output_goes_nowhere(node: Node, dims: ParallelDims) -> bool:
     return stage == 0 and chunk == 0
 
 
-def received_after(order: Sequence[Node], number: int, dims: ParallelDims) -> Node | None:
-    """The pass whose output a stage begins to receive after one of its passes in one direction."""
+def received_after(order: Sequence[Node], number: int, dims: ParallelDims) -> list[Node]:
+    """The pass, or none, with the output that a stage begins to receive after one of its passes in
+    one direction."""
     stage, kind, *_ = order[0]
     last = dims.pipeline_parallel - 1
     if stage == (0 if kind == "F" else last):
         # What comes back from the other end of the pipeline, as soon as there is any.
         if number < last:
-            return None
-        _, _, chunk, slot = order[number - last]
-        sent = (last - stage, kind, chunk, slot)
-        return None if output_goes_nowhere(sent, dims) else sent
-    if number + 1 == len(order):
-        return None
-    _, _, chunk, slot = order[number + 1]
-    return (stage - 1 if kind == "F" else stage + 1, kind, chunk, slot)
+            return []
+        sent = (last - stage, *order[number - last][1:])
+        return [] if output_goes_nowhere(sent, dims) else [sent]
+    before = stage - 1 if kind == "F" else stage + 1
+    return [(before, *node[1:]) for node in order[number + 1 : number + 2]]
 
 
-def actions(order: Sequence[Node], dims: ParallelDims) -> Iterator[Action]:
-    """Of one stage, given its passes."""
-    stage = order[0][0]
+def run(passes: Sequence[Node], number: int, dims: ParallelDims) -> list[Action]:
+    received = received_after(passes, number, dims)
+    return [("run", passes[number]), *(("post", node) for node in received)]
+
+
+def waits_for_sends(passes: Sequence[Node], dims: ParallelDims) -> list[Action]:
+    return [("wait", node) for node in passes if not output_goes_nowhere(node, dims)]
+
+
+def run_alone(passes: Sequence[Node], number: int, dims: ParallelDims) -> list[Action]:
+    """One pass of warm-up or cool-down: both transfers, at once."""
+    received = received_after(passes, number, dims)
+    sent = waits_for_sends(passes[number : number + 1], dims)
+    return [*run(passes, number, dims), *sent, *(("wait", node) for node in received)]
+
+
+def actions(order: Sequence[Node], dims: ParallelDims) -> list[Action]:
+    """What one stage does, given its passes."""
+    stage, made = order[0][0], list[Action]()
     forward = [node for node in order if node[1] == "F"]
     backward = [node for node in order if node[1] == "B"]
     behind = dims.pipeline_parallel - stage - 1
@@ -111,47 +125,28 @@ def actions(order: Sequence[Node], dims: ParallelDims) -> Iterator[Action]:
         group = dims.microbatch_group_size or dims.pipeline_parallel
         warm_up = min(2 * behind + (dims.virtual_pipeline - 1) * group, warm_up)
     steady = len(forward) - warm_up
-
-    def after(passes: Sequence[Node], number: int) -> Iterator[Action]:
-        """One pass of warm-up or cool-down: both transfers, at once."""
-        yield "run", passes[number]
-        received = received_after(passes, number, dims)
-        if received is not None:
-            yield "post", received
-        if not output_goes_nowhere(passes[number], dims):
-            yield "wait", passes[number]
-        if received is not None:
-            yield "wait", received
-
-    def begun(passes: Sequence[Node], number: int) -> Iterator[Action]:
-        received = received_after(passes, number, dims)
-        if received is not None:
-            yield "post", received
-
     if stage > 0:
-        yield "post", (stage - 1, *forward[0][1:])
+        made.append(("post", (stage - 1, *forward[0][1:])))
     for number in range(warm_up):
-        yield from after(forward, number)
+        made += run_alone(forward, number, dims)
     if backward and behind:
-        yield "post", (stage + 1, *backward[0][1:])
+        made.append(("post", (stage + 1, *backward[0][1:])))
     for number in range(steady):
-        yield "run", forward[warm_up + number]
-        yield from begun(forward, warm_up + number)
-        sent = warm_up + number - (not dims.waits_for_sends)
-        if sent >= warm_up and not output_goes_nowhere(forward[sent], dims):
-            yield "wait", forward[sent]
-        yield "run", backward[number]
-        yield from begun(backward, number)
-        if number and not output_goes_nowhere(backward[number - 1], dims):
-            yield "wait", backward[number - 1]
+        at = warm_up + number
+        sent = at - (not dims.waits_for_sends)
+        made += run(forward, at, dims)
+        made += waits_for_sends(forward[max(warm_up, sent) : sent + 1], dims)
+        made += run(backward, number, dims)
+        made += waits_for_sends(backward[max(0, number - 1) : number], dims)
     for number in range(steady, len(backward)):
-        yield from after(backward, number)
+        made += run_alone(backward, number, dims)
+    return made
 
 
 def waited_for(orders: Sequence[Sequence[Node]], dims: ParallelDims) -> dict[Node, set[Node]]:
     """Of each pass of all stages, those that have to end before it can begin, for transfers that
     its stage waits for."""
-    of_stages = [list(actions(order, dims)) for order in orders]
+    of_stages = [actions(order, dims) for order in orders]
     posted_after: dict[Node, Node | None] = {}
     for of_stage in of_stages:
         ran: Node | None = None
