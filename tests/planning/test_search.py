@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -198,39 +198,22 @@ def test_larger_targets_have_larger_slots_and_placeholders_come_first() -> None:
         assert list(map(bool, of_rank)) == sorted(map(bool, of_rank))
 
 
-@dataclass(frozen=True)
-class Filling:
-    """Samples of one rank, and relative sizes for its slots."""
-
-    lengths: list[int]
-    cap: int
-    sizes: list[float]
-    most: int | None = None
-    """Samples of a micro-batch."""
-
-    def problem(self) -> Problem:
-        config = PlannerConfig(max_tokens_per_gpu=self.cap, max_samples_per_row=self.most)
-        costs = CostModel(quadratic=0.01, per_micro_batch=3.0)
-        return Problem.of(self.lengths, ParallelDims(), config, costs)
-
-    def targets(self) -> list[float]:
-        problem = self.problem()
-        work = sum(problem.costs) + problem.cost_model.per_micro_batch * len(self.sizes)
-        return [work * size / sum(self.sizes) for size in self.sizes]
-
-
 @st.composite
-def fillings(draw: st.DrawFn) -> Filling:
-    """Up to 30 samples, some over the cap, for up to 10 slots."""
+def fillings(draw: st.DrawFn) -> tuple[Problem, list[float]]:
+    """Up to 30 samples of one rank, some over the cap, and targets of up to 10 slots."""
     cap = draw(st.sampled_from([10, 40, 1000]))
     sizes = draw(st.lists(st.sampled_from([0.1, 0.5, 0.7, 1.0]), min_size=1, max_size=10))
     lengths = draw(st.lists(st.integers(0, cap + cap // 2), max_size=30))
-    return Filling(lengths, cap, sizes, draw(st.none() | st.integers(1, 5)))
+    most = draw(st.none() | st.integers(1, 5))
+    config = PlannerConfig(max_tokens_per_gpu=cap, max_samples_per_row=most)
+    costs = CostModel(quadratic=0.01, per_micro_batch=3.0)
+    problem = Problem.of(lengths, ParallelDims(), config, costs)
+    work = sum(problem.costs) + costs.per_micro_batch * len(sizes)
+    return problem, [work * size / sum(sizes) for size in sizes]
 
 
-def scan(filling: Filling) -> list[list[int]] | None:
+def scan(problem: Problem, targets: list[float]) -> list[list[int]] | None:
     """Each sample to the slot that lacks most of those that have room."""
-    problem, targets = filling.problem(), filling.targets()
     fixed, tokens = problem.cost_model.per_micro_batch, problem.tokens
     may_hold = [slot for slot, size in enumerate(targets) if size > fixed] or range(len(targets))
     lack = [size - fixed for size in targets]
@@ -241,8 +224,8 @@ def scan(filling: Filling) -> list[list[int]] | None:
             for slot in may_hold
             if not slots[slot]
             or (
-                sum(tokens[i] for i in [*slots[slot], sample]) <= filling.cap
-                and len(slots[slot]) < (filling.most or 99)
+                sum(tokens[i] for i in [*slots[slot], sample]) <= problem.capacity
+                and len(slots[slot]) < (problem.config.max_samples_per_row or 99)
             )
         ]
         if not has_room:
@@ -255,23 +238,23 @@ def scan(filling: Filling) -> list[list[int]] | None:
 
 @examples(500)
 @given(fillings())
-def test_samples_go_where_most_is_lacking(filling: Filling) -> None:
+def test_samples_go_where_most_is_lacking(filling: tuple[Problem, list[float]]) -> None:
     """Within the cap and the most samples of a micro-batch; then no empty slot is needless."""
-    problem, expected = filling.problem(), scan(filling)
+    problem, targets = filling
+    expected = scan(problem, targets)
     order = by_cost(range(problem.num_samples), problem.costs)
-    assigned = assign(order, [filling.targets()], problem)
+    assigned = assign(order, [targets], problem)
     assert assigned == (expected if expected is None else [expected])
     if assigned is None:
         return
     slots = fill_empty_slots(assigned[0], problem.costs)
-    assert sorted(s for samples in slots for s in samples) == list(range(len(filling.lengths)))
+    assert sorted(s for samples in slots for s in samples) == list(range(problem.num_samples))
     assert [] not in slots or max(map(len, slots)) <= 1
     assert slots[-1] or not any(slots)
 
 
 def test_nothing_is_assigned_where_a_target_is_negative() -> None:
-    filling = Filling([5, 4, 3], 100, [1.0])
-    problem = filling.problem()
+    problem = Problem.of([5, 4, 3], ParallelDims(), CONFIG)
     assert assign([0, 1, 2], [[-1.0, 1.0], [-1.0, -1.0]], problem) == [[[], [0, 1, 2]], [[], []]]
     assert assign([0], [[-1.0]], problem) is None
 
@@ -286,8 +269,7 @@ def test_nothing_is_assigned_where_a_target_is_negative() -> None:
     ],
 )
 def test_empty_slots_are_filled(slots: Slots, filled: Slots) -> None:
-    costs = Filling([5, 4, 3, 9, 1], 100, [1.0] * 4).problem().costs
-    assert fill_empty_slots(slots, costs) == filled
+    assert fill_empty_slots(slots, [5.0, 4.0, 3.0, 9.0, 1.0]) == filled
 
 
 LOG_NORMAL = log_normal(160, 1, median=1000, sigma=0.9, cap=8192)
