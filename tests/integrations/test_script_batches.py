@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mcore_batching.batch import PackedMicroBatch, make_placeholder
 from mcore_batching.batch.columns import Columns
@@ -266,32 +268,26 @@ def test_statistics_of_lengths_count_real_samples_of_training_alone(
     assert offsets[0].diff().tolist() == lengths
 
 
-@pytest.mark.parametrize(
-    ("model_size", "times"),
-    [
-        (1, [1]),
-        (1, [1, 0]),
-        (1, [1, 0, 0, 0]),
-        (2, [2]),
-        (2, [1, 1]),
-        (2, [1, 0, 1, 0]),
-        (3, [2, 1]),
-    ],
-)
+@given(st.integers(1, 4), st.integers(1, 8))
 def test_a_row_counts_as_often_as_the_model_has_context_parallel_ranks(
-    monkeypatch: pytest.MonkeyPatch, model_size: int, times: list[int]
+    model_size: int, row_size: int
 ) -> None:
     """Stock code divides by their number, also what rows on more or fewer ranks add up to. It adds
     up over all ranks in a step in which it was given any lengths: with fewer than two offsets a
     rank would stay away from that sum, and the others wait for it."""
-    monkeypatch.setattr(script_batches, "row_group", lambda size: object())
     groups = SimpleNamespace(get_context_parallel_world_size=lambda: model_size)
-    monkeypatch.setattr(script_batches, "parallel_state", groups)
-    for rank, count in enumerate(times):
-        of_rank = rows(context_parallel_size=len(times), context_parallel_rank=rank)
-        (offsets,) = of_rank.next_fields(["cu_seqlens"])
-        assert offsets.dtype == torch.int32
-        assert offsets[0].diff().tolist() == ([3, 2] * count or [0, 0])
+    counted = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(script_batches, "row_group", lambda size: object())
+        patched.setattr(script_batches, "parallel_state", groups)
+        for rank in range(row_size):
+            of_rank = rows(context_parallel_size=row_size, context_parallel_rank=rank)
+            (offsets,) = of_rank.next_fields(["cu_seqlens"])
+            counted.append(offsets[0].diff().tolist())
+    times = [lengths.count(3) for lengths in counted]
+    assert counted == [[3, 2] * count or [0, 0] for count in times]
+    assert sum(times) == model_size
+    assert times[0] == max(times) == -(-model_size // row_size)
 
 
 @pytest.mark.parametrize("number", [0, 5, 8])
@@ -428,20 +424,18 @@ def test_losses_are_joined_by_the_last_steps_statistics(monkeypatch: pytest.Monk
     plan = plan_step(lengths, ParallelDims(data_parallel=2), PlannerConfig(max_tokens_per_gpu=8))
     schedule: Any = SimpleNamespace(step_plan=lambda step: (plan, lengths))
     made = step_statistics(plan, lengths)
-    values = {
-        "fill": made.fill,
-        "padding": made.padding,
+    values = {"fill": made.fill, "padding": made.padding, "plan seconds": 0.5}
+    values |= {
         "micro-batches a rank": made.num_microbatches,
         "time over floor": made.time_over_floor,
-        "plan seconds": 0.5,
     }
     # Rows of fine-tuning alone can be truncated; the last step's are not this one's.
     for truncated, more in ((3, {"truncated": 3}), (None, {})):
         forward_backward.record_step(schedule, plan_seconds=0.5, truncated=truncated)
+        expected = {f"batching/{name}": value for name, value in (values | more).items()}
         logged = with_batching_statistics(losses)
-        assert logged.pop("lm loss") is losses["lm loss"]
-        assert {name: value.tolist() for name, value in logged.items()} == {
-            f"batching/{name}": [pytest.approx(value)] for name, value in (values | more).items()
-        }
+        assert {name: float(each) for name, each in logged.items()} == pytest.approx(
+            expected | {"lm loss": 2.0}
+        )
     assert list(losses) == ["lm loss"]
     assert with_batching_statistics({}) == {}  # ranks without losses

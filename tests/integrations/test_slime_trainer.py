@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from megatron.core.pipeline_parallel import schedules
 import mcore_batching
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, OrderError, SchemaError
 from mcore_batching.integrations.slime import HookError, init, trainer
-from mcore_batching.integrations.slime.learning import shape_costs, trainers_costs
+from mcore_batching.integrations.slime.learning import TrainersCosts, shape_costs, trainers_costs
 from mcore_batching.integrations.slime.trainer import PlaceholderLengths, zero_count_mask
 from mcore_batching.megatron import timing
 from mcore_batching.planning.costs.layers_of import first_guess
@@ -231,26 +232,6 @@ def test_a_zero_count_mask_counts_nothing_and_is_else_an_empty_mask(dtype: torch
 SIZES = {"hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 256}
 
 
-class Ray:
-    """One actor in this process; calls return what they made."""
-
-    def remote(self, kind: type) -> Any:
-        self.kind = kind
-        return self
-
-    def options(self, **given: Any) -> Any:
-        assert given.items() >= {"get_if_exists": True, "num_cpus": 0}.items()
-        return SimpleNamespace(remote=self.actor)
-
-    def actor(self, *given: Any) -> Any:
-        self.own = own = self.kind(*given)
-        calls = {"add": own.add, "cost_model": own.cost_model}
-        return SimpleNamespace(**{k: SimpleNamespace(remote=call) for k, call in calls.items()})
-
-    def get(self, made: Any) -> Any:
-        return made
-
-
 class Clock:
     """Seconds that a row of so many tokens takes: far more a micro-batch than its shape says."""
 
@@ -275,15 +256,23 @@ class Mark(float):
 
 
 @pytest.fixture
-def _clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    made = Clock()
-    monkeypatch.setitem(sys.modules, "ray", Ray())
-    monkeypatch.setattr(schedules, "forward_step", made.forward_step)
-    monkeypatch.setattr(timing, "mark", lambda: Mark(made.now))
+def actor(monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainersCosts]:
+    """The rollout manager's actor, in this process; passes take as long as the clock says."""
+    made, clock, ray = TrainersCosts(first_guess(SIZES)), Clock(), MagicMock()
+    options = ray.remote(TrainersCosts).options
+    options().remote().add.remote = made.add
+    options().remote().cost_model.remote = made.cost_model
+    ray.get = lambda result: result
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(schedules, "forward_step", clock.forward_step)
+    monkeypatch.setattr(timing, "mark", lambda: Mark(clock.now))
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     trainers_costs.cache_clear()
-    yield
+    yield made
     trainers_costs.cache_clear()
+    ray.remote.assert_called_with(TrainersCosts)
+    assert options.call_args.kwargs.items() >= {"get_if_exists": True, "num_cpus": 0}.items()
+    options().remote.assert_any_call(first_guess(SIZES))
 
 
 def run(lengths: list[int], micro_batches: list[list[int]]) -> None:
@@ -307,9 +296,8 @@ def planned(lengths: list[int], **changed: Any) -> list[list[int]]:
     return [[partitions[0][place] for place in samples] for samples in micro_batches[0]]
 
 
-@pytest.mark.usefixtures("_clock")
 def test_costs_are_learnt_from_what_the_trainer_times_and_change_the_plan(
-    small: Small, tmp_path: Path, capfd: Any
+    actor: TrainersCosts, small: Small, tmp_path: Path, capfd: Any
 ) -> None:
     """Ten rollouts, each trained by the manager's own plan: the first by what the model's shape
     costs, then by what passes took, a micro-batch as much as 50 tokens."""
@@ -325,8 +313,7 @@ def test_costs_are_learnt_from_what_the_trainer_times_and_change_the_plan(
         run(lengths, plans[-1])
     fixed = [planned(lengths, dynamic_batch_cost_model="fixed") for lengths in rollouts]
     shape = shape_costs(args)
-    assert shape == first_guess(SIZES)
-    learnt = sys.modules["ray"].own.cost_model()
+    learnt = actor.cost_model()
     assert shape.per_micro_batch / shape.linear != pytest.approx(50, rel=0.5)
     assert learnt.per_micro_batch / learnt.linear == pytest.approx(50, rel=0.15)
     assert plans[:2] == fixed[:2]
