@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from kit.packing import pack
+from kit.samples import pack
 from torch import Tensor
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch

@@ -31,8 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "grpo"
 import torch
 import torch.distributed as dist
 from bootstrap import initialize_model_parallel, pipeline_config
-from kit.exactness import arguments
-from kit.model import transformer_config
+from kit.model import arguments, transformer_config
 
 from mcore_batching import megatron
 from mcore_batching.batch import token_mean

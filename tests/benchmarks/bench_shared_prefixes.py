@@ -146,8 +146,7 @@ def trained(trajectories: Trajectories, repeats: int) -> list[tuple[str, ...]]:
 def train(trajectories: Trajectories, repeats: int) -> list[list[str]]:
     """Training steps on turns apart and sharing tokens, from the same weights: a job."""
     from bootstrap import build_model
-    from kit.exactness import arguments, counted_tokens
-    from kit.model import adam, named_parameters, transformer_config
+    from kit.model import adam, arguments, counted_tokens, named_parameters, transformer_config
     from kit.samples import VOCABULARY
 
     from mcore_batching.megatron import get_data_iterator, train_step

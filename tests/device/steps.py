@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 import twin as twins
 from bootstrap import build_model, pipeline_config
-from kit.exactness import arguments, log_probs_of
-from kit.model import CLIP_GRAD, transformer_config
+from kit.model import CLIP_GRAD, arguments, transformer_config
+from kit.objective import log_probs_of
 from kit.samples import rollout_of
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig

@@ -1,7 +1,7 @@
 """Every layout, model and feature against one process, one sample per forward pass, nothing packed.
 
 Jobs of the random draw, by seeds that cover every pair of a layout and a model, of a layout and a
-feature, and of a model and a feature; see `kit.covering`. Tolerances: `kit.random_comparison`.
+feature, and of a model and a feature; see `kit.covering`. Tolerances: `kit.random_jobs`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EVERY_VERSION = _seeds("""
 """)
 """Seeds of models that every version of Megatron builds."""
 LATE = _seeds("""
-    1272 7029 7835 19926 20096 21645 38579 39289 42841 52263 60797 63955 65636 71804 72361
+    1272 7029 7835 19926 20096 21645 38579 39289 42841 52263 60797 63955 65636 72361
     76358 102444 109474 126867 127028 146482 148606 148712 149184 165960 166695 169582
     172724 185587 191427 198979 203304 206460 224825 237180 247624
 """)

@@ -62,8 +62,8 @@ MROPE = {"kind": "mrope", "mrope_section": [2, 1, 1]}
 MROPE_CUT = "cuts positions that are cut for context-parallel ranks already"
 REFUSED = "guarantees:model_is_refused"
 ROUTER = "guarantees:router_counts_real_tokens"
-OVERSIZE = "guarantees:over_the_cap_is_said_once"
-COLLECTIVES = "collectives:phases_make_the_collectives_that_are_listed"
+OVERSIZE = "guarantees:over_the_cap_is_printed_once"
+COLLECTIVES = "guarantees:phases_make_the_collectives_that_are_listed"
 MEMORY = "losses:memory_is_shared"
 NONFINITE = "losses:nonfinite_loss"
 JOBS = [
@@ -74,8 +74,7 @@ JOBS = [
     job("own-weights", "guarantees:replicas_begin_alike", DP2),
     job("later-steps", "guarantees:later_steps", DP2 | PP2),
     job("padding-alone", "guarantees:padding_moves_nothing", DP2_EP2),
-    job("prefixes-printed-and-reported", "prefixes:said_and_reported", DP2),
-    job("models-of-shared-rows", "shared_rows:refused_models", DP1),
+    job("prefixes-printed", "guarantees:shared_tokens_are_printed", DP2),
     job("time-outs", "guarantees:wrong_time_outs_are_named", DP2),
     job("experts-tp2", REFUSED, TP2_SP, text=EXPERTS if VERSION < (0, 19) else "", kind="moe"),
     job("mrope-cp2", REFUSED, CP2, text=MROPE_CUT, **MROPE),
@@ -83,7 +82,7 @@ JOBS = [
     job("over-the-cap", OVERSIZE, DP2, row=10, needed=200, max_tokens_per_gpu=10),
     job("over-the-cap-stays", OVERSIZE, DP2, row=10, needed=200, max_tokens_per_gpu=10, **STAY),
     job("over-the-cap-shared", OVERSIZE, DP4, row=10, needed=100, max_tokens_per_gpu=5, **SHARED),
-    job("averaged-loss", "guarantees:averaged_loss_is_told", DP2),
+    job("averaged-loss", "guarantees:averaged_loss_is_warned_of", DP2),
     *(
         job(f"nonfinite-{name}", NONFINITE, DP2 | PP2, fault=name, overlap=False)
         for name in ("loss", "gradient", "field")
@@ -114,13 +113,8 @@ JOBS = [
     job("framework-shows-model", "hooking:framework_shows_model", PP2),
     job("framework-holds-model", "hooking:framework_holds_model", PP2),
 ]
-PP4 = {"pipeline_parallel": 4}
-NEIGHBOURS = "blocking_p2p:neighbours_send_first"
 NEEDS_GLOO = [
     job("groups-remade", "guarantees:groups_made_anew", DP2),
-    job("neighbours-send-first", NEIGHBOURS, PP4, blocking=False),
-    job("neighbours-send-first-blocking", NEIGHBOURS, PP4, blocking=True),
-    job("timeouts", "guarantees:groups_have_the_jobs_time_out", PP2),
     job("freed-while-sending", "guarantees:freed_outputs_arrive_whole", PP2),
 ]
 

@@ -129,6 +129,10 @@ TRAINED: dict[str, tuple[str, int, bool]] = {
     # Megatron's local attention refuses context parallelism: the reference is data-parallel.
     "tp2-cp2": ("dp4-padded", 5, False),
     "tp2-staying": ("dp4-padded", 5, False),
+    # Dynamic CP under a cap of half the longest sample.
+    "pp2-shared": ("pp2-padded", 5, True),
+    "cp2-shared": ("pp2-padded", 5, True),
+    "dp4-shared": ("dp4-padded", 5, True),
     # Megatron's own script names the length of padded samples from 0.19 on, at which layers of
     # experts would cut rows.
     "ep2-tokens-per-sample": ("ep2-padded", 5, False),
@@ -177,16 +181,6 @@ def test_placeholders_run_where_they_are_planned(records: list[Ranks]) -> None:
     assert set(batching(without, "placeholders")) == {0}
 
 
-@runs("pp2-padded", "pp2-staying", "pp2")
-def test_exchange_is_exact_and_balances_ranks(records: list[Ranks]) -> None:
-    padded, kept, exchanged = records
-    assert_same_training(exchanged, padded, 6)
-    assert_packed(exchanged)
-    # Of the slowest rank over the mean, in excess of 1: samples are few and cannot be divided.
-    before, after = (sum(batching(r, "balance")[:5]) - 5 for r in (kept, exchanged))
-    assert after < before / 3
-
-
 @runs("pp2-evaluated", "pp2-conversations")
 def test_conversations_of_a_row_are_samples_of_their_own(records: list[Ranks]) -> None:
     """And the loss of an evaluation, which stock code takes of rows under ``--sft``, of tokens."""
@@ -201,19 +195,6 @@ def test_conversations_of_a_row_are_samples_of_their_own(records: list[Ranks]) -
         assert len(record["evaluations"]) == 4
         for losses, expected in zip(record["evaluations"], padded[0]["evaluations"], strict=True):
             assert losses == pytest.approx(expected, rel=LOSS)
-
-
-@pytest.mark.long
-@runs("pp2-padded", "pp2-shared", "cp2-shared", "dp4-padded", "dp4-shared", "pp2")
-def test_rows_of_several_sizes(records: list[Ranks]) -> None:
-    """Dynamic CP in a stock script; a token counts once, however many ranks share its row."""
-    pipeline_padded, pipeline, context, data_padded, data, usual = records
-    # Under a cap of half the longest sample.
-    assert_same_training(pipeline, pipeline_padded, 5)
-    assert_same_training(context, pipeline_padded, 5)
-    assert_same_training(data, data_padded, 5)
-    for ranks in (pipeline, context, data):
-        assert values(ranks, "tokens") == values(usual, "tokens")[:5]
 
 
 @runs("ep2-auxiliary-loss")
@@ -231,19 +212,16 @@ def test_routers_losses_are_logged_as_means_over_the_micro_batches_that_ran(
             assert each["reported"] == {"load_balancing_loss": pytest.approx(mean, rel=LOSS)}
 
 
-@runs("ep2-auxiliary-loss", "ep2-padded-rows")
-def test_routers_leave_padding_out(records: list[Ranks]) -> None:
-    """Rows of the same samples have the same auxiliary loss, and gradients, however padded."""
-    usual, padded = records
-    assert set(batching(usual, "padding")) == {0}
-    assert min(batching(padded, "padding")) > 0.1
-    steps, expected = padded[-1]["steps"], usual[-1]["steps"][:3]
-    assert_close(steps, expected)
-    for step, other in zip(steps, expected, strict=True):
-        assert step["moe"]["reported"] == pytest.approx(other["moe"]["reported"], rel=LOSS)
-
-
-@runs("pp2", "vpp2-placeholders", "tp2-cp2", "pp2-staying")
+@pytest.mark.parametrize(
+    "records",
+    [
+        ("pp2", "vpp2-placeholders", "tp2-cp2", "tp2-staying"),
+        # A token counts once, however many ranks share its row.
+        pytest.param(("pp2", "pp2-shared", "cp2-shared", "dp4-shared"), marks=pytest.mark.long),
+    ],
+    ids=["rows of one rank", "rows of several sizes"],
+    indirect=True,
+)
 def test_floating_point_operations_are_counted_of_samples_alone(records: list[Ranks]) -> None:
     """Once, however many ranks and model chunks see a sample; of placeholders and padding none."""
     usual = values(records[0], "tokens")

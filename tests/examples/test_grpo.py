@@ -20,7 +20,7 @@ from batches import group_advantages, rollout_data, share_of_rank
 from byte_tokens import BEGIN, END, encode, text_of
 from comparison import compare
 from game_conversations import ROLLOUTS, conversations
-from kit.packing import pack
+from kit.samples import pack
 from metrics import IterationMetrics, StepMetrics, append, read
 from number_chain import LARGEST, MAX_ROUNDS, NumberChain, new_game, scripted_answers
 from objective import GRPOObjective

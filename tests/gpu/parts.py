@@ -41,8 +41,9 @@ from bootstrap import (
     initialize_process_group,
     pipeline_config,
 )
-from kit import exactness
+from kit import model as kit_model
 from kit.model import transformer_config
+from kit.objective import log_probs_of
 from kit.samples import rollout_of
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.utils import unwrap_model
@@ -142,7 +143,7 @@ def packed(options: argparse.Namespace) -> None:
 
 def _outputs(args: Any, model: list[Any], data: dict[str, list[Any]]) -> dict[str, Any]:
     iterators, counts = get_data_iterator(args, model, dict(data))
-    made = forward_only(exactness.log_probs_of, args, model, iterators, counts)
+    made = forward_only(log_probs_of, args, model, iterators, counts)
     step(args, model, (iterators, counts))
     gradients = {name: p.main_grad.float().clone() for name, p in named_parameters(model)}
     return {
@@ -358,7 +359,7 @@ def named_parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Param
 def arguments(cap_tokens: int, **changes: Any) -> Any:
     """Megatron's arguments, as far as the engine reads them; costs by the shape of the model."""
     usual = {"dynamic_batch_logits_in_model_dtype": True, "dynamic_batch_cost_model": None}
-    return exactness.arguments(ParallelDims(), max_tokens_per_gpu=cap_tokens, **usual | changes)
+    return kit_model.arguments(ParallelDims(), max_tokens_per_gpu=cap_tokens, **usual | changes)
 
 
 def samples(lengths: Sequence[int], vocabulary: int) -> dict[str, list[Any]]:
@@ -388,7 +389,7 @@ def loss(logits: Any, row: Any, totals: Any) -> Any:
 
 def step(args: Any, model: list[Any], planned: tuple[Any, Any], loss_function: Any = loss) -> None:
     """Forward and backward of a step, without an update."""
-    train_step(loss_function, args, model, *planned, exactness.no_optimizer())
+    train_step(loss_function, args, model, *planned, kit_model.no_optimizer())
 
 
 def timed_steps(

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from kit.packing import pack
+from kit.samples import pack
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction

@@ -6,6 +6,7 @@ Each with its arguments, and without any as it is right.
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +19,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
-from kit.exactness import arguments, log_probs_of
-from kit.model import adam, named_parameters, small_model
-from kit.objective import packed_objective
+from kit.model import adam, arguments, named_parameters, small_model
+from kit.objective import log_probs_of, packed_objective
 from kit.samples import VOCABULARY, make_samples, share, take
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind
 from mcore_batching.integrations.megatron_lm.forward_backward import run_packed
@@ -43,6 +43,38 @@ def my_samples(dims: ParallelDims, spread: str = "uneven") -> dict[str, list[Any
     samples = make_samples()
     rank = parallel_state.get_data_parallel_rank()
     return take(samples, share(samples, spread, rank, dims.data_parallel))
+
+
+def on_all_ranks(value: Any) -> list[Any]:
+    """This value of every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def is_last_rank() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def error_of(call: Any) -> str:
+    """Type and text of what a call raises; "" if it raises nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def printed(*calls: Callable[[], Any]) -> str:
+    """What these calls print on this rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        for call in calls:
+            call()
+    return said.getvalue()
 
 
 class Calls:

@@ -36,9 +36,6 @@ ALONE = {
     *("banned infinite", "banned lowest", "recorded"),
 }
 """What need not meet everything else."""
-EXPERTS = ("moe", "replay", "mla", "hybrid-mla")
-POWER = 0.8
-"""Of a job's time, as its price: with 1 many small jobs each cover little."""
 
 
 def layout_of(job: dict[str, Any]) -> set[str]:
@@ -68,7 +65,7 @@ def model_of(job: dict[str, Any]) -> set[str]:
 def features_of(job: dict[str, Any]) -> set[str]:
     """Settings of a job, its loss, its samples and their steps."""
     planner, objective, rollouts = job["planner"], job["objective"], job["rollouts"]
-    flags = ("mixed_sizes", "turns", "blocking", "bfloat16", "fields", "recorded")
+    flags = ("mixed_sizes", "turns", "bfloat16", "fields", "recorded")
     found = {name for name in flags if job[name]}
     found |= {f"{name} {job[name]}" for name in ("worker", "banned") if job[name]}
     found |= {name for name, value in job["ddp"].items() if value}
@@ -129,27 +126,14 @@ def to_be_covered(*, late: bool = True) -> frozenset[tuple[str, ...]]:
     return frozenset(each for each, count in counts.items() if count >= LEAST_DRAWS)
 
 
-def seconds_of(job: dict[str, Any]) -> float:
-    """About the processor time of a job over all ranks: fitted to 75 measured ones, r = .95.
+def price_of(job: dict[str, Any]) -> float:
+    """Grows more slowly than a job's processor time, or many small jobs would each cover little.
 
-    The reference runs each sample by itself on one rank. The engine's rows cost the messages
-    between ranks, most of them under tensor parallelism.
+    Every rank has a model; the reference runs each sample by itself.
     """
-    nproc, dims, kind = job["nproc"], job["dims"], job["model"]["kind"]
-    ranks = dims["data_parallel"] * dims["context_parallel"]
-    cap = job["planner"].get("max_tokens_per_gpu", 50)
-    num_samples, num_rows, num_steps = 0, 0.0, 0
-    for rollout in job["rollouts"]:
-        own, tokens = len(rollout["samples"]), sum(total for total, _, _ in rollout["samples"])
-        num_samples += own
-        num_rows += max(2 * dims["pipeline_parallel"], min(own, 1 + tokens / cap / ranks))
-        num_steps += len(rollout.get("steps", [()]))
-    of_sample = 0.029 + 0.114 * (kind == "hybrid-gdn")  # a loop over tokens
-    of_row = nproc * (0.0038 + 0.0099 * (dims["tensor_parallel"] > 1))
-    of_step = 0.13 * nproc * (kind in EXPERTS)
-    layers = job["model"]["settings"]["num_layers"]
-    whole = nproc * (0.18 + 0.14 * len(job["rollouts"]))
-    return whole + layers * (of_sample * num_samples + of_row * num_rows) + of_step * num_steps
+    num_samples = sum(len(rollout["samples"]) for rollout in job["rollouts"])
+    own = job["nproc"] + 0.1 * job["model"]["settings"]["num_layers"] * num_samples
+    return float(own**0.8)
 
 
 def covering(
@@ -160,7 +144,7 @@ def covering(
     """Seeds, after the chosen jobs one after the other the one that covers most for its price,
     without those that the others make up for."""
     covers = {seed: frozenset(covered_by(job)) for seed, job in jobs.items()}
-    price = {seed: seconds_of(job) ** POWER for seed, job in jobs.items()}
+    price = {seed: price_of(job) for seed, job in jobs.items()}
     wanted = frozenset(wanted).difference(*map(covered_by, chosen))
     found, left = list[int](), set(wanted)
     while left:

@@ -1,4 +1,5 @@
-"""Torch stand-ins for the kernels of Mamba and GatedDeltaNet layers, which run on GPUs alone.
+"""Torch stand-ins for the kernels of Mamba and GatedDeltaNet layers, which run on GPUs alone, and
+Megatron's Mamba layers in a `GPTModel`.
 
 For ``mamba_ssm``, ``causal_conv1d`` and ``flash-linear-attention`` under the CPU stand-in. As
 these, they begin anew with every sequence of a row; the scan's memory is quadratic in its length.
@@ -8,19 +9,28 @@ these, they begin anew with every sequence of a row; the scan's memory is quadra
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
+from kit.stand_ins import stood_in
 from mcore_batching import megatron
 from mcore_batching.batch.row_index import Slice
 from mcore_batching.megatron import compat, cpu_emulation, specs
+
+with stood_in("triton"):  # whose kernels are for inference
+    from megatron.core.ssm import mamba_mixer
 
 
 def hybrid_spec() -> Any:
@@ -185,3 +195,47 @@ def _gated_delta_rule(
     # what they lose to rounding shows in the gradients (5e-5 with chunks of 16, 6e-7 so).
     made = [torch_chunk_gated_delta_rule(*each, chunk_size=1)[0] for each in sequences]
     return torch.cat(made, 1), None
+
+
+class Mixer(mamba_mixer.MambaMixer):
+    """Megatron's mixer where a transformer layer has its attention."""
+
+    def __init__(
+        self, config: Any, submodules: Any, layer_number: int, pg_collection: Any, **unused: Any
+    ) -> None:
+        del unused
+        stand_in_for_kernels()
+        super().__init__(
+            config,
+            submodules,
+            config.hidden_size,
+            layer_number=layer_number,
+            pg_collection=pg_collection,
+        )
+
+    def forward(
+        self, hidden_states: Tensor, *unused: Any, packed_seq_params: Any = None, **options: Any
+    ) -> Any:
+        del unused, options
+        return super().forward(hidden_states, packed_seq_params=packed_seq_params)
+
+
+def with_mamba(attention_layer: ModuleSpec, config: TransformerConfig) -> Any:
+    """This stage's layers: every fourth one as given, the others with Mamba for attention."""
+    mixer = ModuleSpec(
+        module=Mixer,
+        submodules=mamba_mixer.MambaMixerSubmodules(
+            in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
+        ),
+    )
+    mamba_layer = dataclasses.replace(
+        attention_layer,
+        submodules=dataclasses.replace(attention_layer.submodules, self_attention=mixer),
+    )
+    count = config.num_layers // config.pipeline_model_parallel_size
+    first = count * parallel_state.get_pipeline_model_parallel_rank()
+    layers = [
+        attention_layer if number % 4 == 3 else mamba_layer
+        for number in range(first, first + count)
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=specs.SequenceParallelNorm)

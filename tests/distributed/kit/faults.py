@@ -13,17 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_model_config, unwrap_model
 
+from kit import cpu_kernels
 from kit.calls import Calls, Function, f_with, loss_with, read_faults
-from kit.exactness import arguments, log_probs_by_lengths, log_probs_of
 from kit.hooking import Listed, listed_forward_only, listed_iterators
-from kit.model import named_parameters, small_model
-from kit.objective import packed_objective
+from kit.model import arguments, named_parameters, small_model
+from kit.objective import log_probs_by_lengths, log_probs_of, packed_objective
 from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.integrations.slime import trainer
-from mcore_batching.megatron import add_fields, response_log_probs
+from mcore_batching.megatron import add_fields, get_data_iterator, response_log_probs
 from mcore_batching.megatron.plan import Planner
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning import ParallelDims, plan_step
@@ -74,6 +75,38 @@ class Stretched(torch.nn.Module):
 
 def by_lengths(logits: torch.Tensor, total_lengths: Any) -> Any:
     return {"tokens": [logits.new_zeros(n) for n in total_lengths]}
+
+
+class OwnAttention(SelfAttention):  # type: ignore[misc]
+    """Attention of another package."""
+
+
+def mixer() -> Any:
+    """Megatron's Mamba mixer, whose parameters nothing reads."""
+    cpu_kernels.stand_in_for_kernels()
+    made = object.__new__(cpu_kernels.mamba_mixer.MambaMixer)
+    torch.nn.Module.__init__(made)
+    return made
+
+
+def plan_of_another(calls: Calls, part: str = "", **changes: Any) -> Any:
+    """With another model, of which a part of the whole, or "", has these attributes."""
+    model = small_model(calls.dims)
+    for name, value in changes.items():
+        setattr(unwrap_model(model[0]).get_submodule(part), name, value)
+    return get_data_iterator(calls.args, model, calls.data)
+
+
+def train_beside(calls: Calls, differs: bool = True) -> Any:
+    """With a field of each token that differs, or not, where samples share tokens."""
+    planned = calls.plan()
+    values = [torch.full((total,), total * differs) for total in calls.data["total_lengths"]]
+    add_fields(planned[0], {"beside": values})
+    return calls.train_planned(planned)
+
+
+def nan_loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
+    return torch.cat(response_log_probs(logits, row)).sum() * float("nan"), {}
 
 
 def forward_of_another(calls: Calls, mask: AttnMaskType = AttnMaskType.causal) -> Any:

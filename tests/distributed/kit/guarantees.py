@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import itertools
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -23,13 +22,24 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.utils import get_model_config, unwrap_model
 
-from kit.calls import Calls, loss_with, my_samples
-from kit.exactness import arguments, log_probs_by_lengths, log_probs_of
-from kit.model import named_parameters, quick_model, small_model
-from kit.objective import packed_objective
-from kit.samples import take
+from kit.calls import (
+    Calls,
+    equal,
+    error_of,
+    is_last_rank,
+    loss_with,
+    my_samples,
+    on_all_ranks,
+    printed,
+    stock_step,
+)
+from kit.model import arguments, named_parameters, quick_model, small_model
+from kit.objective import log_probs_by_lengths, log_probs_of, packed_objective
+from kit.samples import VOCABULARY, make_samples, take
 from kit.worker import keep_data_parallel_group, remake_groups
 from kit.workers import is_planning_rank
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind
+from mcore_batching.batch.messages import RankMessages
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.megatron import (
     ForwardFailedError,
@@ -37,52 +47,57 @@ from mcore_batching.megatron import (
     get_data_iterator,
     response_log_probs,
     schedule_of,
+    train_step,
 )
-from mcore_batching.megatron.job import job_of
+from mcore_batching.megatron.job import JobConsensus, job_of
 from mcore_batching.megatron.plan import Planner
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.megatron.watch import FailureWatch
-from mcore_batching.planning import ParallelDims, PlanningError
+from mcore_batching.planning import ParallelDims, PlanningError, step_statistics
 from mcore_batching.rl import pad_batch
 
+COUNTED: list[tuple[Any, str]] = [
+    (RankMessages, "reduce"),
+    (RankMessages, "gather"),
+    (dist, "all_gather_object"),
+    (JobConsensus, "broadcast"),
+    (dist, "all_to_all_single"),
+    (dist, "new_group"),
+]
+
+# Sizes, then samples: pickled, and their tensors' bytes.
+EXCHANGE = {"all_to_all_single": 3}
+# Reading, with all lengths; the plan, and its broadcast; its arrival; that all samples are here.
+PLAN = {"reduce": 4, "gather": 1, "broadcast": 1, **EXCHANGE}
+# Collating, and after the pipeline; the next step's lengths, where there are any, are gathered too.
+STOCK_STEP = PLAN | {"reduce": 6}
+# Who has data; then lengths are gathered again. The data, and the plan.
+SHARED = {"reduce": 2, "gather": 2, "broadcast": 1}
+EXPECTED = {
+    "plan": PLAN,
+    # Collating, and after the pipeline.
+    "train_step": {"reduce": 2},
+    # Reading the arguments, collating, and after the pipeline.
+    "forward_only": {"reduce": 3},
+    "plan of all ranks": {},
+    "plan, data on one rank of a replica": {n: PLAN[n] + SHARED.get(n, 0) for n in PLAN},
+    # Reading, packing, filling; all ranks' lengths, and their micro-batches.
+    "plan, samples stay": {"reduce": 3, "gather": 2},
+    # What was measured travels with the settings.
+    "plan, learnt costs": PLAN,
+    "train_step, learnt costs": {"reduce": 2},
+    "stock step": STOCK_STEP,
+    "stock step, learnt costs": STOCK_STEP,
+    "stock evaluation": STOCK_STEP,
+    "stock step, data on some ranks": {n: STOCK_STEP[n] + SHARED.get(n, 0) for n in STOCK_STEP},
+}
+"""With two stages: one collective more is a choice."""
 EXPERT_BIAS = {
     "moe_router_enable_expert_bias": True,
     "moe_router_score_function": "sigmoid",
     "moe_router_dtype": "fp32",
 }
 """Settings with which the tokens that routers count move their bias."""
-
-
-def on_all_ranks(value: Any) -> list[Any]:
-    """This value of every rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def is_last_rank() -> bool:
-    return dist.get_rank() == dist.get_world_size() - 1
-
-
-def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def error_of(call: Any) -> str:
-    """Type and text of what a call raises; "" if it raises nothing."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def printed(*calls: Callable[[], Any]) -> str:
-    """What these calls print on this rank."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        for call in calls:
-            call()
-    return said.getvalue()
 
 
 def replicas_begin_alike(dims: ParallelDims) -> None:
@@ -101,21 +116,7 @@ def later_steps(dims: ParallelDims) -> None:
     calls = Calls(dims, "empty", global_batch_size=5)
 
     def rollout() -> Any:
-        """Of data that the caller overwrites at once."""
-        data = my_samples(dims, "empty")
-        data["metadata"] = [torch.ones(2) for _ in data["tokens"]]
-        planned = calls.plan_of(data)
-        for values in data.values():
-            for value in values:
-                if isinstance(value, torch.Tensor):
-                    value.zero_()
-            values.clear()
-        return planned
-
-    def with_metadata(logits: torch.Tensor, *, micro_batch: Any) -> Any:
-        made = log_probs_of(logits, micro_batch=micro_batch)
-        values = micro_batch.fields["metadata"]
-        return made | {"metadata": [torch.zeros(2) if v is None else v.clone() for v in values]}
+        return calls.plan_of(my_samples(dims, "empty"))
 
     def plan_of(rollout: Any) -> list[Any]:
         schedule = schedule_of(rollout[0])
@@ -128,12 +129,6 @@ def later_steps(dims: ParallelDims) -> None:
     assert plan_of(rollout()) == at_first  # though two were abandoned
     found = kept[0][1]
     assert (list(found), found == counts, repr(found)) == (counts, True, repr(counts))
-    iterators, counts = rollout()
-    made = calls.forward(with_metadata, data_iterator=iterators, num_microbatches=counts)
-    right = calls.forward().get("log_probs", [])
-    assert equal(made.get("log_probs", []), right)
-    assert equal(made.get("metadata", []), [torch.ones(2) for _ in right])
-
     planned, plan = rollout(), Planner.plan
 
     def refuse(*given: Any) -> Any:
@@ -283,7 +278,7 @@ def groups_made_anew(dims: ParallelDims) -> None:
         watching = [each._thread.is_alive() for each in (*ended[1::2], watch)]
         assert watching == [False] * number + [True]
         assert watch.is_joined("here", dist.get_world_size())
-        assert not _is_said_again(args, model)
+        assert not _is_printed_again(args, model)
         ended += [job.consensus, watch]
         if number < 2 and dist.get_rank() == 0:
             try:
@@ -292,54 +287,15 @@ def groups_made_anew(dims: ParallelDims) -> None:
                 watch.report("a former call", error)
     keep_data_parallel_group()  # another, as where parallelism is set up anew
     # It is the last rank that says so, of a sample of the first batch already.
-    assert _is_said_again(args, model) == is_last_rank()
+    assert _is_printed_again(args, model) == is_last_rank()
 
 
-def _is_said_again(args: Any, model: Any) -> bool:
+def _is_printed_again(args: Any, model: Any) -> bool:
     """True if it is printed that a sample is over the cap."""
     tight = copy.copy(args)
     tight.max_tokens_per_gpu = 8
     data = {"tokens": [torch.arange(9)], "total_lengths": [9], "response_lengths": [2]}
     return "over the cap of 8" in printed(lambda: get_data_iterator(tight, model, data))
-
-
-def freed_outputs_arrive_whole(dims: ParallelDims) -> None:
-    """The sender frees a message before the receiver is ready, as the interleaved schedule does.
-
-    Of 20 such messages gloo delivers 19 wrong, if it reads the freed memory.
-    """
-    group = parallel_state.get_pipeline_model_parallel_group()
-    for _ in range(20):
-        ranks = {"group": group, "prev_pipeline_rank": 0, "next_pipeline_rank": 1}
-        buffers: dict[str, Any] = dict.fromkeys(
-            ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
-        )
-        values = torch.ones(50_000)
-        if dist.get_rank() == 0:
-            requests = p2p_communication._p2p_ops(**buffers | {"tensor_send_next": values}, **ranks)
-            values.data = torch.empty(1)
-            reused = [torch.full((50_000,), float("nan")) for _ in range(3)]
-            requests["send_next"].wait()
-            del reused
-        else:
-            time.sleep(0.02)
-            values.zero_()
-            requests = p2p_communication._p2p_ops(**buffers | {"tensor_recv_prev": values}, **ranks)
-            requests["recv_prev"].wait()
-            assert bool((values == 1).all())
-        dist.barrier()
-
-
-def groups_have_the_jobs_time_out(dims: ParallelDims) -> None:
-    """Seconds after which collectives give up; Megatron's own default is half an hour."""
-    for group in (
-        dist.group.WORLD,
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
-    ):
-        backend = group._get_backend(torch.device("cpu"))
-        assert backend.options._timeout.total_seconds() == 60
 
 
 def names_of_outputs_and_metrics(dims: ParallelDims) -> None:
@@ -358,9 +314,6 @@ def names_of_outputs_and_metrics(dims: ParallelDims) -> None:
     for values in usual.values():
         assert len(values) == len(calls.data["tokens"])
     assert bool(calls.data["tokens"]) == (parallel_state.get_data_parallel_rank() == 0)
-    # A frozen reference model, which nothing was planned with.
-    others = calls.forward(model=small_model(dims))
-    assert equal(others.get("log_probs", []), usual.get("log_probs", []))
     order = reversed if is_last_rank() else iter
     turned = loss_with(lambda loss, metrics, n: (loss, dict(order([*metrics.items()]))))
     with calls.kept_weights():
@@ -395,7 +348,7 @@ def model_is_refused(dims: ParallelDims, text: str, **settings: Any) -> None:
     assert bool(said) == bool(text), said
 
 
-def over_the_cap_is_said_once(dims: ParallelDims, row: int, needed: int, **planner: Any) -> None:
+def over_the_cap_is_printed_once(dims: ParallelDims, row: int, needed: int, **planner: Any) -> None:
     """By one rank, with the longest sample, the cap of a row, and that under which it would fit."""
     given = arguments(dims, **planner), small_model(dims), my_samples(dims)
     *others, last = on_all_ranks(printed(*[lambda: get_data_iterator(*given)] * 2))
@@ -406,7 +359,7 @@ def over_the_cap_is_said_once(dims: ParallelDims, row: int, needed: int, **plann
     assert f"--max-tokens-per-gpu {needed} would hold it" in last
 
 
-def averaged_loss_is_told(dims: ParallelDims) -> None:
+def averaged_loss_is_warned_of(dims: ParallelDims) -> None:
     """A mean over each micro-batch is some times too large; warned of on the rank with several."""
     calls = Calls(dims, "fewer")
 
@@ -423,3 +376,126 @@ def averaged_loss_is_told(dims: ParallelDims) -> None:
         assert all(name.endswith("calls.py") for name in told)  # which calls `train_step`
         assert len(told) <= at_most
         assert dist.get_rank() or len(told) == at_most
+
+
+def shared_tokens_are_printed(dims: ParallelDims) -> None:
+    """By one rank, how many are computed, or why all are; dropout of a model that is evaluated
+    alone shares nothing."""
+    flags = {"max_tokens_per_gpu": 200, "dynamic_batch_share_prefixes": True}
+    calls = Calls(dims, dynamic_batch_exchange=False, **flags)
+    calls.data = make_samples()
+    for tokens in calls.data["tokens"]:  # others than on other ranks
+        tokens.add_(dist.get_rank()).remainder_(VOCABULARY)
+    planned = calls.plan()
+    schedule = schedule_of(planned[0])
+    figures = step_statistics(*schedule.step_plan(0))
+    whole, computed = figures.sample_tokens, figures.real_tokens
+    assert whole == dims.data_parallel * sum(calls.data["total_lengths"]) > computed
+    # Costs are learnt of rows without trees.
+    assert sum(map(sum, schedule.rows_alone(0))) < sum(calls.data["total_lengths"])
+    saved = f"{whole:,} tokens of samples computed as {computed:,}: {whole / computed:.1f}x fewer"
+    apart = "tokens that samples have in common are computed for each"
+    marks = [torch.full((n,), float(is_last_rank() * n)) for n in calls.data["total_lengths"]]
+    marked = {"schema": DEFAULT_SCHEMA.declare("mark", Kind.PER_TOKEN)}
+    for text, lines, call in (
+        ("", 0, lambda: calls.planned(dynamic_batch_share_prefixes=False)),
+        # And fewer tokens saved.
+        (apart, 2, lambda: calls.plan_of(calls.data | {"mark": marks}, **marked)),
+        (saved, 1, calls.plan),
+        # And that the flag is the default.
+        (saved, 2, lambda: calls.planned(dynamic_batch_exchange=True)),
+    ):
+        job_of().memory.said.clear()
+        said = printed(call, call)
+        assert (text in said) if is_last_rank() else (said == ""), (text, said)
+        assert said.count("\n") == (lines if is_last_rank() else 0), said
+    evaluated = small_model(dims)
+    get_model_config(evaluated[0]).hidden_dropout = 0.1
+    calls.forward(model=evaluated, data_iterator=planned[0], num_microbatches=planned[1])
+
+
+def freed_outputs_arrive_whole(dims: ParallelDims) -> None:
+    """The sender frees a message before the receiver is ready, as the interleaved schedule does.
+
+    Of 20 such messages gloo delivers 19 wrong, if it reads the freed memory.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    for _ in range(20):
+        ranks = {"group": group, "prev_pipeline_rank": 0, "next_pipeline_rank": 1}
+        buffers: dict[str, Any] = dict.fromkeys(
+            ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
+        )
+        values = torch.ones(50_000)
+        if dist.get_rank() == 0:
+            requests = p2p_communication._p2p_ops(**buffers | {"tensor_send_next": values}, **ranks)
+            values.data = torch.empty(1)
+            reused = [torch.full((50_000,), float("nan")) for _ in range(3)]
+            requests["send_next"].wait()
+            del reused
+        else:
+            time.sleep(0.02)
+            values.zero_()
+            requests = p2p_communication._p2p_ops(**buffers | {"tensor_recv_prev": values}, **ranks)
+            requests["recv_prev"].wait()
+            assert bool((values == 1).all())
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Name of each kind of collective to the calls that this rank makes meanwhile."""
+    counts: dict[str, int] = {}
+
+    def counting(owner: Any, name: str) -> Callable[..., Any]:
+        original = getattr(owner, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return original(*arguments, **options)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in COUNTED:
+            stack.enter_context(mock.patch.object(owner, name, counting(owner, name)))
+        yield counts
+
+
+def phases_make_the_collectives_that_are_listed(dims: ParallelDims) -> None:
+    """In the second of two rounds."""
+    calls = Calls(dims)
+    staying = arguments(dims, dynamic_batch_exchange=False)
+    stock = arguments(dims, padded_vocab_size=VOCABULARY)
+    learning = arguments(dims, padded_vocab_size=VOCABULARY, dynamic_batch_cost_model="auto")
+    model, data = calls.model, calls.data
+    on_one = data if dist.get_rank() < dims.data_parallel else None
+    phases: dict[str, dict[str, int]] = {}
+    for _ in range(2):  # the first makes process groups
+        with counted() as phases["plan"]:
+            planned = calls.plan()
+        with counted() as phases["train_step"]:
+            calls.train_planned(planned)
+        with counted() as phases["forward_only"]:
+            calls.forward(data_iterator=planned[0], num_microbatches=planned[1])
+        with counted() as phases["plan of all ranks"]:
+            schedule_of(planned[0]).step_plan(0)
+        with counted() as phases["plan, data on one rank of a replica"]:
+            calls.plan_of(on_one)
+        with counted() as phases["plan, samples stay"]:
+            iterators, _ = get_data_iterator(staying, model, data)
+            schedule_of(iterators).step_plan(0)
+        with counted() as phases["plan, learnt costs"]:
+            iterators, counts = get_data_iterator(learning, model, data)
+        with counted() as phases["train_step, learnt costs"]:
+            train_step(packed_objective, learning, model, iterators, counts, calls.optimizer)
+        with counted() as phases["stock step"]:
+            stock_step(stock, model, data)
+        with counted() as phases["stock step, learnt costs"]:
+            stock_step(learning, model, data)
+        with counted() as phases["stock evaluation"]:
+            stock_step(stock, model, data, forward_only=True)
+        with counted() as phases["stock step, data on some ranks"]:
+            stock_step(stock, model, data, has_data=on_one is not None)
+    if is_last_stage():  # outputs go back, behind their sizes
+        assert phases["forward_only"].pop("all_to_all_single") == 3
+    assert phases == EXPECTED, phases

@@ -18,10 +18,9 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from kit.calls import Calls
-from kit.exactness import arguments, difference, log_probs_by_lengths
-from kit.guarantees import error_of, is_last_rank, on_all_ranks
-from kit.model import small_model
+from kit.calls import Calls, error_of, is_last_rank, on_all_ranks
+from kit.model import arguments, small_model
+from kit.objective import difference, log_probs_by_lengths
 from kit.samples import make_samples, take
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError
 from mcore_batching.integrations import skyrl

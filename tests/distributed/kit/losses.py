@@ -14,13 +14,10 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
-from kit.calls import my_samples
-from kit.exactness import arguments, difference, no_optimizer
-from kit.guarantees import equal, on_all_ranks
-from kit.model import ADAM, adam, named_parameters, small_model
-from kit.objective import packed_objective
-from kit.packing import pack
-from kit.samples import VOCABULARY, make_samples, take
+from kit.calls import equal, my_samples, on_all_ranks
+from kit.model import ADAM, adam, arguments, named_parameters, no_optimizer, small_model
+from kit.objective import difference, packed_objective
+from kit.samples import VOCABULARY, make_samples, pack, take
 from mcore_batching.megatron import (
     NonFiniteError,
     get_data_iterator,

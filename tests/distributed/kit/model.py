@@ -1,9 +1,11 @@
-"""The small model of the tests, and its weights cut for every layout."""
+"""The small model of the tests: its arguments, optimizer, and weights cut for every layout."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import bootstrap
@@ -19,7 +21,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from kit import cpu_kernels
-from kit.samples import VOCABULARY
+from kit.samples import CAP_TOKENS, VOCABULARY
 from mcore_batching.megatron import packed_layer_spec
 from mcore_batching.planning import ParallelDims
 
@@ -96,6 +98,17 @@ MERGED = {
 first two are Mamba's, the others GatedDeltaNet's. Tensor-parallel ranks have a part of each."""
 
 
+def arguments(dims: ParallelDims, **changes: Any) -> SimpleNamespace:
+    """Megatron's arguments, as far as the engine reads them; plans do not depend on times."""
+    defaults = {
+        "max_tokens_per_gpu": CAP_TOKENS // dims.context_parallel,
+        "global_batch_size": None,
+        "seq_length": 1,
+        "dynamic_batch_cost_model": "fixed",
+    }
+    return SimpleNamespace(**defaults | changes)
+
+
 def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
     """A small float32 model of one of `KINDS`."""
     options: dict[str, Any] = {
@@ -129,11 +142,7 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
 
 def layer_spec(kind: str, attention_layer: ModuleSpec, config: TransformerConfig) -> Any:
     """The layers of a model kind, of which this is one with attention."""
-    if kind != "mamba":
-        return attention_layer
-    from kit.state_space import with_mamba
-
-    return with_mamba(attention_layer, config)
+    return cpu_kernels.with_mamba(attention_layer, config) if kind == "mamba" else attention_layer
 
 
 def small_model(
@@ -236,6 +245,13 @@ def adam(
     return get_megatron_optimizer(config, model)
 
 
+def no_optimizer() -> SimpleNamespace:
+    """In place of an optimizer, which changes no weights and leaves gradients as they are."""
+    return SimpleNamespace(
+        zero_grad=lambda: None, scale_loss=lambda x: x, step=lambda: (True, 0.0, 0)
+    )
+
+
 def named_parameters(model: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters of this rank under the names they have in the whole, unsharded model."""
     for chunk in model:
@@ -268,3 +284,20 @@ def local_part(name: str, whole: Tensor, parameter: torch.nn.Parameter) -> Tenso
     if "linear_fc1" in name:  # gate and up
         sections = (rows // 2, rows // 2)
     return torch.cat([part.chunk(size, dim)[rank] for part in whole.split(sections, dim)], dim)
+
+
+@contextlib.contextmanager
+def counted_tokens(model: list[Any]) -> Iterator[list[int]]:
+    """Tokens that this rank's embedding gets in each call inside the block, padding among them."""
+    seen: list[int] = []
+    hooks = [
+        module.register_forward_hook(lambda *call: seen.append(call[1][0].numel()))
+        for chunk in model
+        for name, module in chunk.named_modules()
+        if name.endswith("word_embeddings")
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,14 +1,21 @@
-"""The loss of most jobs, a policy term and a KL term by another mean, and what it is made of."""
+"""Functions of the logits that jobs give to the engine: the loss of most, and log-probs.
+
+The loss is a policy term and a KL term by another mean.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
 import mcore_batching.batch
@@ -50,15 +57,6 @@ def terms_by_hand(
     return -weight * torch.where(is_clipped, kept, ratio) * advantages
 
 
-def keys_of(name: str, samples: dict[str, Sequence[Any]], i: int) -> Any:
-    """What a mean's name counts as one, of a sample."""
-    return {
-        "sample": i,
-        "prompt": samples["uids"][i],
-        "trajectory": (samples["uids"][i], samples["trajectory_ids"][i]),
-    }[name]
-
-
 def policy_terms(log_probs: Tensor, behaviour: Tensor, advantages: Tensor) -> Tensor:
     """Importance-weighted policy gradient of each token."""
     return -(log_probs - behaviour).clamp(-5, 5).exp() * advantages
@@ -86,3 +84,58 @@ def packed_objective(
     terms = [kl_terms(*values) for values in zip(log_probs, row["ref_log_probs"], strict=True)]
     kl = sample_mean(terms, row, totals)
     return policy + KL_WEIGHT * kl, {"policy": policy, "kl": kl}
+
+
+def log_probs_of(logits: Tensor, *, micro_batch: PackedMicroBatch) -> dict[str, list[Tensor]]:
+    """What the tests give to `forward_only`."""
+    return {"log_probs": response_log_probs(logits, micro_batch)}
+
+
+def positions_here(total_length: int) -> Tensor:
+    """Where the tokens stand in their sample that this context-parallel rank has in slime's row."""
+    size = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank()
+    if size == 1:
+        return torch.arange(total_length)
+    chunk = -(-total_length // (2 * size))
+    chunks = ((n * chunk, (n + 1) * chunk) for n in (rank, 2 * size - 1 - rank))
+    return torch.cat([torch.arange(*ends) for ends in chunks])
+
+
+def log_probs_by_lengths(
+    logits: Tensor,
+    *,
+    unconcat_tokens: list[Tensor],
+    total_lengths: list[int],
+    response_lengths: list[int],
+    **unused: Any,
+) -> dict[str, list[Tensor]]:
+    """Log-probs of whole responses, of tokens found by lengths as slime's functions find them."""
+    here = [positions_here(total) for total in total_lengths]
+    # Those whose next token is one of the sample's, and where they stand in this rank's row.
+    known = [places + 1 < total for places, total in zip(here, total_lengths, strict=True)]
+    starts = itertools.accumulate(map(len, here), initial=0)
+    at = [start + each.nonzero()[:, 0] for start, each in zip(starts, known, strict=False)]
+    following = [places[each] + 1 for places, each in zip(here, known, strict=True)]
+    targets = torch.zeros(logits.shape[:2], dtype=torch.int64, device=logits.device)
+    for tokens, places, each in zip(unconcat_tokens, at, following, strict=True):
+        targets[0, places] = tokens[each]
+    row = -vocab_parallel_cross_entropy(logits.float().clone(), targets)[0]
+    found = []
+    for total, response, places, each in zip(
+        total_lengths, response_lengths, at, following, strict=True
+    ):
+        whole = row.new_zeros(total)
+        whole[each] = row[places]
+        dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+        found.append(whole[total - response :])
+    return {"log_probs": found}
+
+
+def difference(ours: Tensor, reference: Tensor, whole: Tensor | None = None) -> float:
+    """Largest difference, relative to the largest entry of the reference, or of ``whole``, of which
+    the reference is a part."""
+    if not reference.numel():
+        return 0.0
+    scale = float((reference if whole is None else whole).abs().max()) or 1.0
+    return float((ours - reference).abs().max()) / scale

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 
-from kit.exactness import arguments, log_probs_of
-from kit.model import adam, quick_model
-from kit.objective import packed_objective
+from kit.model import adam, arguments, quick_model
+from kit.objective import log_probs_of, packed_objective
 from kit.samples import rollout_of
 from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
 from mcore_batching.planning import CostModel, ParallelDims

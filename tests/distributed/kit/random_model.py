@@ -1,10 +1,11 @@
-"""The model of a job drawn at random: layers, attention, experts, what is trained of it."""
+"""Random choices by name, and the model that is drawn by them: layers, attention, experts, what is
+trained of it."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from kit.random_rollouts import Draw
 
 HYBRID_LAYERS = {
     "dense": "*-",
@@ -18,6 +19,23 @@ HYBRID_LAYERS = {
 STATE_SPACE = ("mamba", "hybrid-mamba", "hybrid-gdn")
 LATENT = ("mla", "hybrid-mla", "hybrid-dsa")
 """With multi-latent attention, which is refused under tensor parallelism."""
+
+
+class Draw:
+    """Named random choices of a seed, but for those that are forced."""
+
+    def __init__(self, seed: int, forced: Mapping[str, Any]) -> None:
+        self._seed = seed
+        self._forced = {name.replace("_", " "): value for name, value in forced.items()}
+
+    def stream(self, name: str) -> random.Random:
+        return random.Random(f"{self._seed} {name}")
+
+    def one(self, name: str, choices: Sequence[Any]) -> Any:
+        return self._forced.get(name, self.stream(name).choice(choices))
+
+    def chance(self, name: str, probability: float) -> bool:
+        return bool(self._forced.get(name, self.stream(name).random() < probability))
 
 
 def drawn_model(draw: Draw, dims: dict[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,6 @@ from kit.model import (
 from kit.objective import (
     KL_WEIGHT,
     MEANS_OF_THE_PAGE,
-    keys_of,
     kl_terms,
     policy_terms,
     terms_by_hand,
@@ -77,7 +76,13 @@ class RandomReference:
                 if parameter.dim() == 1:  # norms of 1 and biases of 0 would hide what they do
                     noise = torch.rand(parameter.shape, generator=generator, device="cpu")
                     parameter += 0.2 * (noise.to(parameter.device) - 0.5)
-        self._optimizer = plain_adam(self._model)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=ADAM["lr"],
+            eps=ADAM["adam_eps"],
+            betas=(ADAM["adam_beta1"], ADAM["adam_beta2"]),
+            weight_decay=0.0,
+        )
         # Which keys sparse attention takes may hang on rounding, too.
         self._gaps = [0.0] if "dsa_indexer_topk" in drawn["settings"] else []
         self._is_banned = job["banned"] is not None
@@ -206,16 +211,14 @@ class RandomReference:
             if page is not None:
                 given = log_probs, behaviour, engine, advantages, masks[-1]
                 terms["page"].append(terms_by_hand(page, *given))
+        named = {name: self._objective[name] for name in ("policy", "kl", "entropy")}
+        named |= {"page": MEANS_OF_THE_PAGE[page]} if page is not None else {}
         means = {
             # Where a log-prob goes through an exponential, its error becomes a relative one.
-            name: _mean(self._objective[name], terms[name], masks, farthest)
-            for name in ("policy", "kl", "entropy")
-            if self._objective[name] is not None
+            name: _mean(_groups(mean, samples, chosen, masks), terms[name], masks, farthest)
+            for name, mean in named.items()
+            if mean is not None
         }
-        if page is not None:
-            mean = MEANS_OF_THE_PAGE[page]
-            keys = [keys_of(mean, samples, i) for i in chosen]
-            means["page"] = _mean_of_groups(keys, terms["page"], masks, farthest)
         means["loss"] = (
             sum(WEIGHTS[name] * value for name, (value, _) in means.items()),
             sum(abs(WEIGHTS[name]) * size for name, (_, size) in means.items()),
@@ -223,7 +226,7 @@ class RandomReference:
         loss, config = means["loss"][0], self._model.config
         for depth in range(config.mtp_num_layers or 0):
             losses, weights = [each[depth][0] for each in later], [each[depth][1] for each in later]
-            made = _mean("token", losses, weights, 1.0)
+            made = _mean([range(len(losses))], losses, weights, 1.0)
             means[f"mtp_{depth + 1} loss"] = made
             loss = loss + made[0] * config.mtp_loss_scaling_factor / config.mtp_num_layers
         num_tokens = sum(int((mask != 0).sum()) for mask in masks)
@@ -280,33 +283,33 @@ def trained_mask(samples: Mapping[str, list[Any]], i: int) -> Tensor:
     return mask
 
 
-def _mean(
-    name: str, terms: Sequence[Tensor], masks: Sequence[Tensor], each: float
-) -> tuple[Any, float]:
-    """A mean over a step, and that of the terms' sizes, ``each`` as large again; 0 of nothing."""
-    both = list(zip(terms, masks, strict=True))
-    values = [(term * mask).sum() for term, mask in both]
-    sizes = [each * float(((1 + term.detach().abs()) * mask).sum()) for term, mask in both]
-    weights = [float(mask.double().sum()) for mask in masks]
+def _groups(
+    name: str, samples: Mapping[str, list[Any]], chosen: Sequence[int], masks: Sequence[Tensor]
+) -> list[Sequence[int]]:
+    """The places in ``chosen`` of samples that count as one in a mean of this name."""
+    if name == "trained sample":
+        return [[place] for place, mask in enumerate(masks) if mask.any()]
+    keys: list[Any] = [*chosen]
     if name == "token":
-        total = sum(weights) or 1.0
-        return sum(values) / total, sum(sizes) / total
-    count = len(masks) if name == "sample" else sum(bool(mask.any()) for mask in masks)
-    of_samples = [
-        (value / (weight or 1.0), size / (weight or 1.0))
-        for value, size, weight in zip(values, sizes, weights, strict=True)
-    ]
-    return tuple(sum(column) / (count or 1) for column in zip(*of_samples, strict=True)) or (0, 0)
+        keys = [0 for _ in chosen]
+    elif name != "sample":
+        keys = [samples["uids"][i] for i in chosen]
+    if name == "trajectory":
+        keys = [(uid, samples["trajectory_ids"][i]) for uid, i in zip(keys, chosen, strict=True)]
+    return [[i for i, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys)]
 
 
-def _mean_of_groups(
-    keys: Sequence[Any], terms: Sequence[Tensor], masks: Sequence[Tensor], each: float
+def _mean(
+    groups: Sequence[Sequence[int]], terms: Sequence[Tensor], masks: Sequence[Tensor], each: float
 ) -> tuple[Any, float]:
-    """A mean over groups of the means over their tokens, and of sizes, as `_mean`."""
+    """Mean over groups of the means over their tokens, and that of the terms' sizes, ``each`` as
+    large again; 0 of nothing."""
     found = []
-    for key in {*keys}:
-        at = [i for i, other in enumerate(keys) if other == key]
-        found.append(_mean("token", [terms[i] for i in at], [masks[i] for i in at], each))
+    for group in groups:
+        weight = sum(float(masks[i].double().sum()) for i in group) or 1.0
+        value = sum((terms[i] * masks[i]).sum() for i in group)
+        size = sum(float(((1 + terms[i].detach().abs()) * masks[i]).sum()) for i in group)
+        found.append((value / weight, each * size / weight))
     return tuple(sum(column) / len(found) for column in zip(*found, strict=True)) or (0, 0)
 
 
@@ -393,17 +396,6 @@ def hidden_states_kept() -> Iterator[list[tuple[Tensor, ...]]]:
         for module in compat.modules_with_multi_token_losses():
             stack.enter_context(mock.patch.object(module, "process_mtp_loss", keep))
         yield kept
-
-
-def plain_adam(model: Any) -> torch.optim.Optimizer:
-    """PyTorch's own optimizer with the settings of `kit.model.adam`."""
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=ADAM["lr"],
-        eps=ADAM["adam_eps"],
-        betas=(ADAM["adam_beta1"], ADAM["adam_beta2"]),
-        weight_decay=0.0,
-    )
 
 
 def clip(model: Any) -> Tensor:

@@ -18,8 +18,15 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor
 
-from kit.exactness import arguments, counted_tokens
-from kit.model import adam, local_part, named_parameters, packed_model, transformer_config
+from kit.model import (
+    adam,
+    arguments,
+    counted_tokens,
+    local_part,
+    named_parameters,
+    packed_model,
+    transformer_config,
+)
 from kit.objective import MEANS, kl_terms, policy_terms, share_of_the_page
 from kit.random_reference import WEIGHTS
 from kit.samples import ALLOWED, take

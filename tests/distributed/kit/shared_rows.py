@@ -1,4 +1,4 @@
-"""Jobs under dynamic CP, whose rows have context-parallel sizes of their own."""
+"""Rows with context-parallel sizes of their own, under dynamic CP."""
 
 from __future__ import annotations
 
@@ -8,25 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.utils import unwrap_model
 
-from kit import exactness
-from kit.calls import Calls
-from kit.cpu_kernels import stand_in_for_kernels
-from kit.guarantees import on_all_ranks
-from kit.model import small_model
+from kit.calls import Calls, on_all_ranks
 from kit.samples import take
-from kit.stand_ins import stood_in
 from mcore_batching.batch import token_mean
-from mcore_batching.megatron import (
-    DynamicBatchArgumentError,
-    check_settings,
-    response_log_probs,
-    schedule_of,
-)
+from mcore_batching.megatron import response_log_probs, schedule_of
 from mcore_batching.megatron.options import Options
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, worker
 from mcore_batching.planning.forest import PrefixTree, ways_to_cut
@@ -57,40 +44,6 @@ def silent_placeholders(dims: ParallelDims) -> None:
     )
     assert sorted([rows, others]) == [[0], [1]]
     assert first == second
-
-
-def refused_models(dims: ParallelDims) -> None:
-    """Models whose layers do not follow a row's own group are refused, each by what it has."""
-
-    class OwnAttention(SelfAttention):  # type: ignore[misc]
-        pass
-
-    with stood_in("triton"):
-        from megatron.core.ssm.mamba_mixer import MambaMixer
-    stand_in_for_kernels()
-    mixer = object.__new__(MambaMixer)
-    torch.nn.Module.__init__(mixer)
-    attention, core = "self_attention, a SelfAttention", torch.nn.Identity()
-    args = exactness.arguments(dims, dynamic_batch_context_parallel=1)
-    for module, name, value, text in (
-        ("", "position_embedding_type", "mrope", "position embeddings mrope slice by a fixed"),
-        ("1.self_attention", "core_attention", core, f"layers.1.{attention} with Identity, is not"),
-        (
-            "2.self_attention",
-            "__class__",
-            OwnAttention,
-            "2.self_attention, a OwnAttention with Pac",
-        ),
-        ("3", "mixer", mixer, "layers.3.mixer is a state-space layer"),
-    ):
-        model = small_model(dims)
-        check_settings(args, model)
-        bare = unwrap_model(model[0])
-        setattr(bare.decoder.layers.get_submodule(module) if module else bare, name, value)
-        with pytest.raises(DynamicBatchArgumentError) as refused:
-            check_settings(args, model)
-        assert text in str(refused.value)
-        assert "unset --dynamic-batch-context-parallel" in str(refused.value)
 
 
 @contextlib.contextmanager

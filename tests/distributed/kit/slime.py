@@ -29,9 +29,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_model_config
 
 import mcore_batching
-from kit.exactness import difference
-from kit.harness import Job
 from kit.model import named_parameters, small_model
+from kit.objective import difference
 from kit.samples import make_samples, take
 from kit.stand_ins import StandIns, forget
 from mcore_batching.integrations.slime import hook_schedule
@@ -54,47 +53,6 @@ LOG_PROBS = 2e-6
 GRADIENTS = 2e-5
 REPORTED = 2e-6
 """Tolerances, as in `test_exactness`: both sides compute in float32 over rows of other contents."""
-COMPARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "dp2-tokens": ({"data_parallel": 2}, {"per_token_loss": True}),
-    "dp2-samples": ({"data_parallel": 2}, {"per_token_loss": False}),
-    "dp2-gspo": ({"data_parallel": 2}, {"per_token_loss": True, "advantage_estimator": "gspo"}),
-    "cp2-tokens": ({"context_parallel": 2}, {"per_token_loss": True}),
-    "pp2-samples": ({"pipeline_parallel": 2}, {"per_token_loss": False}),
-    "tp2-sp-tokens": ({"tensor_parallel": 2, "sequence_parallel": True}, {"per_token_loss": True}),
-}
-"""Parallel dims and settings of `compare`."""
-
-
-def compared_jobs(of: str, source: str) -> list[Job]:
-    """A job of two ranks for each of `COMPARED`, with this framework's checkout."""
-    given, name = {"of": of, "source": source}, of.replace(" ", "-")
-    return [
-        Job.of(f"{name}-{case}", "kit.slime:compare", dims, **given, **settings)
-        for case, (dims, settings) in COMPARED.items()
-    ]
-
-
-def check_equal(job: Job, ranks: list[dict[str, Any]]) -> None:
-    """Both steps of `compare` gave the same, and the hooked one had placeholders."""
-    is_planned = job.parameters["of"] != "slime unplanned"
-    replicas = job.parameters["dims"].get("data_parallel", 1)
-    assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
-    assert max(rank["gradients"] for rank in ranks) < GRADIENTS
-    for rank in ranks:
-        assert rank["counts"][0] < len(SAMPLES)
-        assert rank["placeholders"] >= (replicas if is_planned else replicas > 1)
-        own, hooked = rank["reported"]
-        assert own.keys() == hooked.keys()
-        assert bool(own) == rank["last_stage"]
-        # By samples, slime counts a placeholder as one in the denominator of what it *reports*,
-        # where it plans as it trains. Nothing that get_batch returns reaches that count. Gradients
-        # do not depend on it.
-        counted = 1.0
-        if not is_planned and not job.parameters["per_token_loss"]:
-            counted = 1 + rank["placeholders"] / len(SAMPLES)
-        for name, value in own.items():
-            same = math.isclose(hooked[name] * counted, value, rel_tol=REPORTED, abs_tol=1e-7)
-            assert same, (name, hooked[name], value)
 
 
 def compare(
@@ -103,15 +61,12 @@ def compare(
     source: str,
     per_token_loss: bool,
     advantage_estimator: str = "grpo",
-) -> dict[str, Any]:
-    """One training step of a framework with its own plan and batching, and one with the hooked.
+) -> None:
+    """One training step of a framework with its own plan and batching, and one with the hooked,
+    which has placeholders: log-probs, gradients and reported losses are the same.
 
     Its own: equal shares, one sample a micro-batch. Hooked: packed; unplanned slime has all but one
     sample on the first data-parallel rank, the others an additional placeholder in every rank.
-
-    Returns:
-        largest relative differences of ``log_probs`` and ``gradients``, both reported losses, and
-        the hooked ``counts`` and ``placeholders`` over all ranks.
     """
     torch.compiler.set_stance("force_eager")
     forget("slime", "miles")  # another job may have imported those of another checkout
@@ -140,15 +95,23 @@ def compare(
     parts: list[Any] = [None] * group.size()
     dist.all_gather_object(parts, own["log_probs"], group=group)
     same = {sample: values for part in parts for sample, values in part.items()}
-    differences = [difference(each, same[sample]) for sample, each in ours["log_probs"].items()]
-    return {
-        "log_probs": max(differences, default=0.0),
-        "gradients": max(map(difference, ours["gradients"], own["gradients"])),
-        "reported": [own["reported"], ours["reported"]],
-        "counts": ours["counts"],
-        "placeholders": ours["placeholders"],
-        "last_stage": is_last_stage(),
-    }
+    off = [difference(each, same[sample]) for sample, each in ours["log_probs"].items()]
+    assert max(off, default=0.0) < LOG_PROBS, off
+    off = [*map(difference, ours["gradients"], own["gradients"])]
+    assert max(off) < GRADIENTS, off
+    placeholders, replicas = ours["placeholders"], dims.data_parallel
+    assert placeholders >= (replicas if modules.plan else replicas > 1)
+    assert ours["counts"][0] < len(SAMPLES)
+    assert own["reported"].keys() == ours["reported"].keys()
+    assert bool(own["reported"]) == is_last_stage()
+    # By samples, slime counts a placeholder as one in the denominator of what it *reports*, where
+    # it plans as it trains. Nothing that get_batch returns reaches that count. Gradients do not
+    # depend on it.
+    by_samples = not modules.plan and not per_token_loss
+    counted = 1 + placeholders / len(SAMPLES) if by_samples else 1.0
+    for name, value in own["reported"].items():
+        found = ours["reported"][name] * counted
+        assert math.isclose(found, value, rel_tol=REPORTED, abs_tol=1e-7), (name, found, value)
 
 
 def _modules_of_slime(of: str) -> SimpleNamespace:

@@ -35,7 +35,6 @@ COMMON = [
 ON = ["--use-dynamic-batch-size", "--max-tokens-per-gpu"]
 FLAG = [*ON, str(CAP)]
 HALF_THE_CAP_TO_EVALUATE = ["--dynamic-batch-forward-only-max-tokens-per-gpu", str(CAP // 2)]
-STAYING = [*FLAG, "--no-dynamic-batch-exchange"]
 SHARED = [
     *(*ON, "96"),
     "--dynamic-batch-context-parallel",
@@ -69,8 +68,6 @@ ONE_ROW = [
     *("--dynamic-batch-balance", "none", "--dynamic-batch-fill", "placeholder"),
 ]
 """All samples of a rank in one micro-batch, beside a placeholder where two are wanted."""
-FIRST_FIT = [*FLAG, "--dynamic-batch-balance", "none"]
-"""The same rows, however they are padded."""
 EXPERTS = [
     *("--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "2"),
     *("--moe-token-dispatcher-type", "alltoall", "--ffn-hidden-size", "64"),
@@ -87,8 +84,7 @@ def job(name: str, *words: str, function: str = "train", **parameters: Any) -> J
         words = (*steps(5), *words)
     parameters["script"] = VARIANTS if "--variant" in words else SFT
     parameters["words"] = [*COMMON, *words]
-    module = "kit.planning_ahead" if function in ("train_ahead", "pauses", "held") else "kit.stock"
-    return Job(name, f"{module}:{function}", 4, None, parameters)
+    return Job(name, f"kit.stock:{function}", 4, None, parameters)
 
 
 def ahead(name: str, *words: str) -> Iterator[Job]:
@@ -128,7 +124,6 @@ JOBS = {
         job("pp2-padded", *steps(6), *PP2),
         job("pp2-evaluated", *PP2, *BY_TWO),
         job("pp2", *steps(6), *PP2, *FLAG, *HALF_THE_CAP_TO_EVALUATE),
-        job("pp2-staying", *PP2, *STAYING),
         job("pp2-overlapped-reduction", *PP2, *FLAG, *OVERLAPPED),
         job("pp2-two-samples-padded", *TWO_A_BATCH, *PP2),
         job("pp2-two-samples", *TWO_A_BATCH, *PP2, *FLAG),
@@ -144,7 +139,7 @@ JOBS = {
         job("vpp2-placeholders", *VPP2, *ONE_ROW, "--no-dynamic-batch-exchange"),
         job("dp4-padded"),
         job("tp2-cp2", *TP2_CP2, *FLAG),
-        job("tp2-staying", *TP2, *STAYING),
+        job("tp2-staying", *TP2, *FLAG, "--no-dynamic-batch-exchange"),
         job("pp2-shared", *PP2, *SHARED, "2"),
         job("cp2-shared", *PP2, *CP2, *SHARED, "2"),
         job("dp4-shared", *SHARED, "4"),
@@ -153,12 +148,7 @@ JOBS = {
             "ep2-tokens-per-sample",
             *(*EP2, *NO_AUXILIARY_LOSS, *FLAG, "--variant", "tokens-per-sample"),
         ),
-        job("ep2-auxiliary-loss", *EP2, *AUXILIARY_LOSS, *FIRST_FIT),
-        job(
-            "ep2-padded-rows",
-            *(*steps(3), *EP2, *AUXILIARY_LOSS, *FIRST_FIT),
-            *("--dynamic-batch-pad-total-to", str(CAP)),
-        ),
+        job("ep2-auxiliary-loss", *EP2, *AUXILIARY_LOSS, *FLAG),
         job("pp2-rerun", *PP2, *FLAG, *REJECTED),
         job(
             "pp2-conversations",

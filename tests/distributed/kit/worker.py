@@ -7,6 +7,7 @@ hundred for every job and leaves them open, and to connect so many takes longer 
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import faulthandler
 import functools
@@ -19,7 +20,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from bootstrap import initialize_model_parallel, initialize_process_group
 from megatron.core import parallel_state
+from megatron.core.transformer.moe import moe_utils
 
 from kit.patience import MOST_SLOWNESS, is_up
 from kit.ranks import fork_ranks
@@ -70,13 +72,6 @@ def keep_groups() -> None:
     engine_job.new_group = new_group
 
 
-def abandon_groups() -> None:
-    """Hand out none of those made so far: messages lie in them that nobody received, or they are
-    destroyed."""
-    _made.clear()
-    _taken.clear()
-
-
 class _KeptGroup(dist.ProcessGroup):
     """Stands for a group of Megatron's that its framework destroys, and makes anew in it."""
 
@@ -101,7 +96,8 @@ def remake_groups(dims: ParallelDims, number: int) -> None:
     place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     dist.barrier()
     dist.destroy_process_group()
-    abandon_groups()
+    _made.clear()
+    _taken.clear()
     again = dist.PrefixStore(f"remade {number}", store)
     dist.init_process_group("gloo", store=again, timeout=_TIMEOUT, **place)
     parallel_state.destroy_model_parallel()
@@ -109,12 +105,32 @@ def remake_groups(dims: ParallelDims, number: int) -> None:
     keep_data_parallel_group(kept)
 
 
+@contextlib.contextmanager
+def layout(dims: ParallelDims) -> Iterator[None]:
+    """Megatron's groups for these dims."""
+    initialize_model_parallel(dims, timeout_seconds=60.0)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        release_groups()
+
+
 def release_groups() -> None:
-    """Take back the groups of a finished job; the next call begins a new one with them."""
+    """Take back the groups of a finished job; the next call begins a new one with them.
+
+    Megatron adds up the losses of experts by layer, of which the next job may have more.
+    """
     _taken.clear()
     if engine_job._memory is not None:
         engine_job._memory.disconnect()
     engine_job._memory = None
+    try:
+        from megatron.core.transformer.moe import moe_logging
+    except ImportError:  # before 0.18
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    else:
+        moe_logging.destroy_moe_metrics_tracker()
 
 
 def main() -> None:
@@ -188,8 +204,5 @@ def _do(job: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     if job["dims"] is None:
         return call_of(job)()
-    initialize_model_parallel(ParallelDims(**job["dims"]), timeout_seconds=60.0)
-    value = call_of(job)()
-    parallel_state.destroy_model_parallel()
-    release_groups()
-    return value
+    with layout(ParallelDims(**job["dims"])):
+        return call_of(job)()
