@@ -25,6 +25,7 @@ from kit.stand_ins import module_of
 from planning_cases import plan_locally
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem, StepPlan
+from mcore_batching.planning.placement import deal
 from mcore_batching.tools.rules import (
     RULES,
     Bins,
@@ -119,10 +120,7 @@ def areal(problem: Problem) -> list[Bins]:
     refuse_oversize(problem, "AReaL's packer raises")
     sizes, ranks, stages = problem.tokens, problem.num_ranks, problem.dims.pipeline_parallel
     refuse_uneven(len(sizes), ranks)
-    shards: Bins = [[] for _ in range(ranks)]
-    for sample in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        with_place = [shard for shard in shards if len(shard) < len(sizes) // ranks]
-        min(with_place, key=lambda shard: sum(sizes[i] for i in shard)).append(sample)
+    shards = deal(sizes, [0.0] * ranks, [len(sizes) // ranks] * ranks)
     minimum, packs = 2 * stages if stages > 1 else 1, list[Bins]()
     while not packs or min(map(len, packs)) < minimum:
         packs = []
