@@ -85,14 +85,6 @@ def test_equal_values_at_other_tokens_are_other_values() -> None:
     assert find_forest([5, 6], hashes, block=4).tokens == 5 + 6
 
 
-def test_padding_and_multimodal_samples_stay_alone() -> None:
-    turns = [("ab", 1), ("abcd", 1), ("abcdef", 1)]
-    assert found(batch_of(turns, is_padding=[1, 0, 0])).tokens == 2 + 6
-    image = {"pixel_values": torch.ones(1)}
-    for images, tokens in (([image, {}, None], 2 + 6), ([None, {}, image], 4 + 6)):
-        assert found(batch_of(turns, multimodal_train_inputs=images)).tokens == tokens
-
-
 def drawn(seed: int) -> dict[str, Any]:
     """Samples that branch from one another at any place, some that differ in a field, or lack its
     last values."""
