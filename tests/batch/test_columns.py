@@ -131,13 +131,6 @@ def test_the_first_value_that_does_not_fit_is_named_however_many_are_alike(
         assert (caught.value.sample_index, caught.value.expected) == (at, faults[at])
 
 
-@pytest.mark.parametrize("weight", [-1.0, float("inf"), float("nan")])
-def test_weights_are_looked_at_where_all_masks_are_joined_at_once(weight: float) -> None:
-    masks = {"loss_masks": [torch.ones(2), torch.tensor([weight])]}
-    with pytest.raises(SchemaError, match="'loss_masks', sample 1: expected finite weights of 0"):
-        Columns.read(make_samples([(3, 2), (4, 1)]) | masks, DEFAULT_SCHEMA)
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.lists(SHAPES, min_size=1, max_size=5), st.data())
 def test_samples_are_taken_and_joined_with_all_their_fields(

@@ -22,8 +22,6 @@ from mcore_batching.batch.messages import (
     MESSAGE_BYTES,
     NUMBERS_IN_MESSAGE,
     RankMessages,
-    _joined,
-    _message,
     reduced,
     residue_of,
 )
@@ -423,28 +421,6 @@ def test_messages_reach_all_of_any_number_of_ranks(reports: list[dict[str, Any]]
             size: (bytes([0, size - 1]), [bytes([each, 7]) for each in range(size)])
             for size in range(rank + 1, NUM_RANKS + 1)
         }
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(-(2**40), 2**40) | st.floats(allow_nan=False),
-            st.integers(-(2**40), 2**40),
-        ),
-        min_size=1,
-        max_size=9,
-    ),
-    st.randoms(use_true_random=False),
-)
-def test_joined_in_any_tree_numbers_are_the_same(
-    values: list[tuple[float, int]], random: Any
-) -> None:
-    parts = [_message(([most], [addend])) for most, addend in values]
-    while len(parts) > 1:
-        at = random.randrange(len(parts) - 1)
-        parts[at : at + 2] = [_joined(parts[at], parts[at + 1])]
-    most, total = max(most for most, _ in values), sum(addend for _, addend in values)
-    assert pickle.loads(parts[0]) == ([most], [total])
 
 
 @given(st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=3), min_size=1, max_size=4))
