@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -205,4 +206,8 @@ def test_what_samples_of_a_forest_share_is_compared_value_by_value(seed: int) ->
         SchemaError, match=r"field '\w+', sample \d+: expected what sample \d+, "
     ) as caught:
         require_shared(by_tokens, columns)
-    assert caught.value.key in (*FIELDS, "multimodal_train_inputs")
+    key = caught.value.key
+    assert key in (*FIELDS, "multimodal_train_inputs")
+    i, j = (int(each) for each in re.findall(r"sample (\d+)", str(caught.value)))
+    places = range(max(batch["total_lengths"]))
+    assert key not in FIELDS or not all(alike(batch, key, i, j, place) for place in places)
