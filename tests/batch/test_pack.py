@@ -320,26 +320,33 @@ def test_samples_that_begin_alike_are_laid_out_once(size: int) -> None:
     assert all(row.cu_seqlens_padded.tolist() == [0, row.tokens.numel() * size] for row in rows)
     # Each row's own padding, with what stands there, and no token elsewhere.
     held = {name: merged(rows, name) for name in ("tokens", "position_ids", "padding_mask")}
-    marks = merge_packed([row.packed("mark")[0] for row in rows], rows[0].host_cu_seqlens_padded)
-    nodes = rows[0].nodes
-    for sample, path in enumerate(nodes.paths):
-        places = [place for node in path for place in range(*nodes.offsets[node : node + 2])]
-        own = places[: len(tokens[sample])]
-        assert [held["tokens"][place] for place in own] == tokens[sample].tolist()
-        assert [held["position_ids"][place] for place in own] == [*range(len(own))]
-        assert not any(held["padding_mask"][place] for place in own)
-        assert marks[own].tolist() == samples["mark"][sample].tolist()
+    nodes, offsets = rows[0].nodes, rows[0].host_cu_seqlens_padded
+    held["mark"] = merge_packed([row.packed("mark")[0] for row in rows], offsets).tolist()
     assert sum(held["padding_mask"]) == len(held["tokens"]) - forest.tokens
-    # Wherever a token of a response is predicted, at any depth, it is the label.
-    first = [len(each) - own for each, own in zip(tokens, responses, strict=True)]
-    wanted = [t[p:] for t, p in zip(tokens, first, strict=True)]
-    weights = torch.cat(samples["loss_masks"]).float()
-    is_predicted = torch.ones(len(weights), dtype=torch.bool)
+    streams = [[row.labels[0], *(each.labels[0] for each in row.later)] for row in rows]
+    labels_at = [merge_packed(each, offsets).tolist() for each in zip(*streams, strict=True)]
+    for sample, path in enumerate(nodes.paths):
+        ids = tokens[sample].tolist()
+        places = [place for node in path for place in range(*nodes.offsets[node : node + 2])]
+        own = places[: len(ids)]
+        for name, wanted in (
+            ("tokens", ids),
+            ("position_ids", [*range(len(ids))]),
+            ("padding_mask", [False] * len(ids)),
+            ("mark", samples["mark"][sample].tolist()),
+        ):
+            assert [held[name][place] for place in own] == wanted
+        for depth, labels in enumerate(labels_at, start=1):
+            assert [labels[place] for place in own[: max(len(ids) - depth, 0)]] == ids[depth:]
+    # Wherever a token of a response is predicted it is the label.
+    ends = zip(tokens, responses, strict=True)
+    wanted_labels = torch.cat([ids[len(ids) - own :] for ids, own in ends])
+    is_predicted = torch.ones(len(wanted_labels), dtype=torch.bool)
     is_predicted[sum(responses[:3])] = False  # the first of a response without a prompt
-    labels, predicted = torch.zeros(len(weights), dtype=torch.int64), is_predicted & False
+    predicted = is_predicted & False
     for row in rows:
         places, positions = row.responses.owned_indices, row.responses.owned_positions
-        labels[places] += row.labels[0, positions]
+        assert row.labels[0, positions].equal(wanted_labels[places])
         assert not predicted[places].any()
         predicted[places] = True
         distinct, at = row.responses.distinct_positions, row.responses.distinct_indices
@@ -348,20 +355,10 @@ def test_samples_that_begin_alike_are_laid_out_once(size: int) -> None:
         assert distinct.tolist() == sorted(set(positions.tolist()))
         assert distinct[at].equal(positions)
     assert predicted.equal(is_predicted)
-    assert labels.equal(torch.cat(wanted) * is_predicted)
     # What several samples train weighs as much as in all of them.
     _, sums = step_totals(rows[0].fields, depths=DEPTHS)
     masks = [[row.loss_mask, *(each.loss_mask for each in row.later)] for row in rows]
     assert [sum(float(mask.sum()) for mask in each) for each in zip(*masks, strict=True)] == sums
-    for depth in range(DEPTHS):
-        stream = merge_packed(
-            [r.later[depth].labels[0] for r in rows], rows[0].host_cu_seqlens_padded
-        )
-        for sample, path in enumerate(nodes.paths):
-            places = [place for node in path for place in range(*nodes.offsets[node : node + 2])]
-            reach = len(tokens[sample]) - 2 - depth
-            expected = tokens[sample][2 + depth :].tolist()
-            assert stream[places[: max(reach, 0)]].tolist() == expected
 
 
 def test_branches_of_several_rows_are_laid_out_as_those_of_one() -> None:
