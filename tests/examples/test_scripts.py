@@ -24,6 +24,20 @@ esac
 """
 
 
+SYSTEM_PATH = "/usr/bin:/bin"
+
+
+def bash(*words, **variables):
+    """What became of a script that sees these variables alone."""
+    return subprocess.run(
+        ["bash", *words],
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        env={"PATH": SYSTEM_PATH} | variables,
+    )
+
+
 class Machine:
     """A folder with interpreters, and the scripts' function that makes an environment in it."""
 
@@ -40,19 +54,10 @@ class Machine:
     def ensure(self, *, named=None, extras="megatron", versions="3.12 3.11"):
         """The status, and the environment that is used, or the error."""
         ensure = f"mcb_versions=({versions}); mcb_ensure_environment {self.venv} {extras}"
-        path = f"{self.folder / 'bin'}:/usr/bin:/bin"
-        given = {"MCORE_BATCHING_PYTHON": str(named)} if named else {}
-        done = subprocess.run(
-            [
-                "bash",
-                "-c",
-                f'. {EXAMPLES / "environment.sh"}; {ensure} >/dev/null; echo "$mcb_environment"',
-            ],
-            capture_output=True,
-            text=True,
-            timeout=patience(30),
-            env={"PATH": path, "HOME": str(self.folder), **given},
-        )
+        script = f'. {EXAMPLES / "environment.sh"}; {ensure} >/dev/null; echo "$mcb_environment"'
+        named_python = {"MCORE_BATCHING_PYTHON": str(named)} if named else {}
+        path = f"{self.folder / 'bin'}:{SYSTEM_PATH}"
+        done = bash("-c", script, PATH=path, HOME=str(self.folder), **named_python)
         return done.returncode, (done.stdout or done.stderr).strip()
 
     def uses(self, expected, *installed, **how):
@@ -169,17 +174,8 @@ def sft_sh(tmp_path, version, *arguments):
     python.write_text(f"#!/bin/sh\necho {version}\n")
     python.chmod(0o755)
     venv = tmp_path / "made" / "deep"
-    return subprocess.run(
-        ["bash", str(EXAMPLES / "sft.sh"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=patience(60),
-        env={
-            "PATH": "/usr/bin:/bin",
-            "MCORE_BATCHING_PYTHON": str(python),
-            "MCORE_BATCHING_VENV": str(venv),
-        },
-    )
+    variables = {"MCORE_BATCHING_PYTHON": str(python), "MCORE_BATCHING_VENV": str(venv)}
+    return bash(str(EXAMPLES / "sft.sh"), *arguments, **variables)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,6 @@ dist.destroy_process_group()  # as mcore_batching.run does: gloo may abort at ex
 
 ARGUMENTS = [*COMMON, *steps(4), *PP2]
 SCRIPT = REPOSITORY / VARIANTS
-PP1 = ["--pipeline-model-parallel-size", "1"]
 SCRIPT_DATA = ["--variant", "none"]
 
 
@@ -206,7 +205,8 @@ def counted(iterations: list[str]) -> list[str]:
 
 @pytest.mark.long
 def test_the_patched_tree_trains(tmp_path: Path) -> None:
-    """With the flag, loss for loss as without it; without it, digit for digit as unpatched."""
+    """With the flag, loss for loss as without it; without it, digit for digit as unpatched. A flag
+    that is refused ends the job at its start."""
     (tmp_path / "stock").mkdir()
     (tmp_path / "patched").mkdir()
     patched_training(tmp_path / "patched")
@@ -220,6 +220,9 @@ def test_the_patched_tree_trains(tmp_path: Path) -> None:
     assert len(set(losses(stock))) == 4
     assert all("batching/fill" in line for line in flagged)
     assert not any("batching/" in line for line in unflagged)
+    refused = (*SCRIPT_DATA, *FLAG, "--full-validation", "--pipeline-model-parallel-size", "1")
+    with pytest.raises(AssertionError, match="--full-validation raises TypeError"):
+        train(tmp_path / "patched", SCRIPT, *refused, nproc=1)
 
 
 def test_the_patched_stock_script_trains(tmp_path: Path) -> None:
@@ -237,11 +240,3 @@ def test_the_patched_stock_script_trains(tmp_path: Path) -> None:
     words = ["--sft", *words_for("core_v0.19.0", write_lines(tmp_path / "data.jsonl", 2)), *ON]
     narrow, wide = (losses(train(tmp_path, script, *words, cap)) for cap in ("96", "1024"))
     assert narrow == pytest.approx(wide, rel=2e-6)
-
-
-@pytest.mark.long
-def test_a_refused_combination_ends_at_the_start(tmp_path: Path) -> None:
-    """The patched ``validate_args`` asks the plugin."""
-    patched_training(tmp_path)
-    with pytest.raises(AssertionError, match="--full-validation raises TypeError"):
-        train(tmp_path, SCRIPT, *SCRIPT_DATA, *FLAG, "--full-validation", *PP1, nproc=1)
