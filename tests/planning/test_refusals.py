@@ -344,9 +344,9 @@ def test_a_search_that_would_take_hours_is_refused_before_any_step_is_planned() 
 
 @pytest.mark.parametrize(
     "value",
-    [ParallelDims(data_parallel=2), PlannerConfig(max_tokens_per_gpu=3), CostModel(linear=2)],
+    [ParallelDims(data_parallel=2), config(), CostModel(linear=2), SECOND],
 )
-def test_options_are_frozen_hashable_and_picklable(value: Any) -> None:
+def test_options_and_plans_are_frozen_hashable_and_picklable(value: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(value, dataclasses.fields(value)[0].name, 5)
     assert pickle.loads(pickle.dumps(value)) == value
