@@ -3,7 +3,6 @@ and back, packed where they stay. On real processes in `tests/distributed/test_e
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import pickle
 import threading
@@ -29,6 +28,7 @@ from mcore_batching.megatron.exchange import (
     serialize,
 )
 from mcore_batching.megatron.plan import _local_units
+from mcore_batching.megatron.plan_inputs import PlanInputs
 from mcore_batching.megatron.samples import (
     Share,
     read_fields,
@@ -203,15 +203,9 @@ def test_every_sample_of_the_rank_is_in_one_unit_that_fits(
         own = [all_lengths[n] for n in numbers]
         return forest_of_groups(own, [min(7, n) for n in own], [groups[n] for n in numbers])
 
-    settings = SimpleNamespace(
-        dims=ParallelDims(data_parallel=2),
-        config=PlannerConfig(max_tokens_per_gpu=CAP),
-        cost_model=CostModel(),
-        forward_only=False,
-        naming=lambda numbers: contextlib.nullcontext(),
-    )
+    config = PlannerConfig(max_tokens_per_gpu=CAP)
     step: Any = SimpleNamespace(
-        settings=settings,
+        settings=PlanInputs(ParallelDims(data_parallel=2), config, CostModel()),
         steps=[range(len(lengths))],
         lengths=lengths,
         beginnings=SimpleNamespace(forest=forest) if shares else None,
