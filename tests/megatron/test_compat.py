@@ -164,33 +164,27 @@ class Layer(torch.nn.Module):
         return self.pg_collection.cp, getattr(router, "tp_cp_group", None), padding_mask
 
 
-def test_layers_follow_the_groups_of_rows_while_they_run() -> None:
-    """Set up anew by every step. A router's losses stay logged by the model's group."""
-    attention, expert = (Layer(router=SimpleNamespace(tp_cp_group="the model's")) for _ in "12")
+def test_layers_follow_the_groups_of_rows_and_those_with_routers_their_masks() -> None:
+    """While they run, set up anew by every step. A router's losses stay logged by the model's
+    group."""
+    routed = (Layer(router=SimpleNamespace(tp_cp_group="the model's")) for _ in range(2))
+    model = torch.nn.ModuleList([*routed, Layer()])
+    attention, expert, plain = model
     for _ in range(2):
         compat.let_rows_have_groups(attention)
         compat.let_router_have_groups(expert, expert.mlp.router)
-    of_row = SimpleNamespace(cp_group="the row's")
-    assert attention(packed_seq_params=of_row) == ("the row's", "the model's", None)
-    assert expert(packed_seq_params=of_row) == ("the model's", "the row's", None)
+        compat.mask_padding(model)
+    row = SimpleNamespace(cp_group="the row's", own_padding_mask="the mask")
+    assert attention(packed_seq_params=row) == ("the row's", "the model's", "the mask")
+    assert expert(packed_seq_params=row) == ("the model's", "the row's", "the mask")
+    assert plain(packed_seq_params=row) == ("the model's", None, None)
     assert expert.mlp.router.models_group == "the model's"
+    hooks = [(len(each._forward_pre_hooks), len(each._forward_hooks)) for each in model]
+    assert hooks == [(2, 1), (2, 1), (0, 0)]
     for layer in (attention, expert):
-        assert (len(layer._forward_pre_hooks), len(layer._forward_hooks)) == (1, 1)
         for params in (None, SimpleNamespace(cp_group=None)):
-            assert layer(packed_seq_params=params) == ("the model's", "the model's", None)
-
-
-def test_layers_with_routers_take_the_mask_of_a_row() -> None:
-    """Of any class, once, and from parameters that have one."""
-    layers: Any = torch.nn.ModuleList([Layer(router="a router"), Layer()])
-    for _ in range(2):
-        compat.mask_padding(layers)
-    assert [len(layer._forward_pre_hooks) for layer in layers] == [1, 0]
-    row = SimpleNamespace(own_padding_mask="the row's")
-    masks = [layer(packed_seq_params=row, padding_mask=None)[-1] for layer in layers]
-    assert masks == ["the row's", None]
-    for params in (None, SimpleNamespace()):
-        assert layers[0](packed_seq_params=params, padding_mask="given")[-1] == "given"
+            found = layer(padding_mask="given", packed_seq_params=params)
+            assert found == ("the model's", "the model's", "given")
 
 
 PROGRAM = """
