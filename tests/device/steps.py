@@ -199,7 +199,7 @@ def faulty_losses() -> dict[str, str]:
     found = {}
     for name, fault in FAULTS.items():
         try:
-            made = whole_step({}, fault=fault, model={"num_layers": 1})
+            made = whole_step(ParallelDims(), fault=fault, model={"num_layers": 1})
             found[name] = ", ".join(wait for wait, _ in made["waits"] if "steps:" in wait)
         except RuntimeError as error:
             found[name] = str(error)

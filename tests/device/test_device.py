@@ -77,38 +77,24 @@ STEPS = [
     Job.of("cp2-trees", STEP, {"context_parallel": 2}, cap_tokens=64, share_prefixes=True),
     Job.of("dp2", STEP, {"data_parallel": 2}, distributed_optimizer=True),
 ]
-OTHERS = [
-    Job(name, f"steps:{name}", 1, {}, parameters)
-    for name, parameters in {
-        "deliberate_waits": {},
-        "faulty_losses": {},
-        "log_probs_of_a_row": {"tokens": 16384, "vocabulary": 152064},
-    }.items()
-]
-
-
+HAS_STOCK = importlib.util.find_spec("megatron.training") is not None
 # Of what is made up a check for NaN finds some; on the host made weights never get to the device.
 WORDS = [word for word in COMMON if word != "--use-cpu-initialization"]
-STOCK = Job(
-    "stock-training",
-    "steps:waits_of_stock_training",
-    1,
-    None,
-    {
-        "script": SFT,
-        "words": [
-            *(*WORDS, "--num-layers", "1", *steps(2), *FLAG),
-            "--no-check-for-nan-in-loss-and-grad",
-        ],
-    },
-)
-HAS_STOCK = importlib.util.find_spec("megatron.training") is not None
+WORDS += ["--num-layers", "1", *steps(2), *FLAG, "--no-check-for-nan-in-loss-and-grad"]
+JOBS = [
+    *STEPS,
+    Job("deliberate_waits", "steps:deliberate_waits", 1, {}),
+    Job("faulty_losses", "steps:faulty_losses", 1, {}),
+    Job("log_probs", "steps:log_probs_of_a_row", 1, {}, {"tokens": 16384, "vocabulary": 152064}),
+]
+if HAS_STOCK:
+    stock = {"script": SFT, "words": WORDS}
+    JOBS.append(Job("stock-training", "steps:waits_of_stock_training", 1, None, stock))
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    stock = [STOCK] if HAS_STOCK else []
-    jobs = sorted([*STEPS, *OTHERS, *stock], key=lambda each: each.nproc)
+    jobs = sorted(JOBS, key=lambda each: each.nproc)
     found: dict[str, Any] = {}
     for nproc, alike in itertools.groupby(jobs, key=lambda each: each.nproc):
         found |= run_jobs([*alike], tmp_path_factory.mktemp(f"nproc{nproc}"), "twin")
@@ -164,7 +150,7 @@ def test_packed_rows_of_stock_training_do_not_wait(outcomes: dict[str, Any]) -> 
 
 def test_log_probs_need_no_float32_copy(outcomes: dict[str, Any]) -> None:
     """Forward and backward, of 16k tokens and 152k entries, beside the logits themselves."""
-    (found,) = results(outcomes["log_probs_of_a_row"])
+    (found,) = results(outcomes["log_probs"])
     assert found["logits"] <= 0.7
 
 
