@@ -15,11 +15,7 @@ from hypothesis import strategies as st
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.prefix_tree import (
-    find_forest_of,
-    hashes_of_beginnings,
-    require_shared,
-)
+from mcore_batching.batch.prefix_tree import find_forest_of, hashes_of_beginnings, require_shared
 from mcore_batching.planning.forest import Forest, find_forest
 
 SCHEMA = DEFAULT_SCHEMA.declare("weights", Kind.PER_TOKEN).declare(

@@ -245,11 +245,7 @@ def test_rows_are_inferred_exactly_where_the_lengths_differ(
 SEVERAL_FIT: list[tuple[list[tuple[int, int]], Any, list[str]]] = [
     (WHOLE_RESPONSES, [rand(5), rand(3)], ["PER_TOKEN", "PER_RESPONSE_TOKEN"]),
     # As many axes as response tokens, or of another number.
-    (
-        MIXED,
-        [zeros(2, 5).long(), zeros(3, 3).long()],
-        ["PER_RESPONSE_TOKEN", "POSITION_IDS"],
-    ),
+    (MIXED, [zeros(2, 5).long(), zeros(3, 3).long()], ["PER_RESPONSE_TOKEN", "POSITION_IDS"]),
     (MIXED, [zeros(4, 5).long(), zeros(4, 3).long()], ["POSITION_IDS"]),
     (MIXED, [zeros(5, 2, 2).int(), zeros(3, 2, 2).int()], ["PER_TOKEN", "ROUTED_EXPERTS"]),
     (MIXED, [zeros(4, 2, 2).int(), zeros(2, 2, 2).int()], ["ROUTED_EXPERTS, length_offset=-1"]),

@@ -17,14 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import arange, ones, tensor, zeros
 
-from mcore_batching.batch import (
-    DEFAULT_SCHEMA,
-    Fill,
-    Kind,
-    Schema,
-    SchemaError,
-    make_placeholder,
-)
+from mcore_batching.batch import DEFAULT_SCHEMA, Fill, Kind, Schema, SchemaError, make_placeholder
 from mcore_batching.batch.fields import TRAITS
 from mcore_batching.rl import (
     left_pad,

@@ -20,12 +20,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.forest import forest_of_groups
 from mcore_batching.tools import explain as explaining
-from mcore_batching.tools.explain import (
-    COMPARED_PLAN_EFFORT,
-    alternatives,
-    explain,
-    suggestions,
-)
+from mcore_batching.tools.explain import COMPARED_PLAN_EFFORT, alternatives, explain, suggestions
 
 PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
 CONFIG = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=200)
