@@ -238,7 +238,9 @@ def test_placeholders_of_ranks_without_samples() -> None:
     for nothing in empty:
         made = make_placeholder(SCHEMA, DEFAULTS, nothing, pad_token_id=PAD)
         assert equal(made, {name: [value] for name, value in DEFAULTS.items()})
-        assert made["rollout_routed_experts"][0].shape == (0, 0, 0)
+    # Nor does a value that has no axes of layers and slots show any.
+    made = make_placeholder(SCHEMA, ["experts"], {"experts": [zeros(0).short()]})
+    assert equal(made["experts"], [zeros(1, 0, 0).long()])
     # The first value that is there is the example, without its gradient.
     batch = {"hidden": [None, torch.rand(3, 4, requires_grad=True)]}
     (made,) = make_placeholder(SCHEMA, ["hidden"], batch)["hidden"]
