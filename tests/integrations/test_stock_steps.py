@@ -143,6 +143,17 @@ def test_labels_and_masks_are_ready_made() -> None:
     assert step_totals(columns, depths=1, has_labels=True)[1] == [4, 3]
 
 
+@pytest.mark.parametrize(("is_reset", "lengths"), [(True, [1, 1]), (False, [3])])
+def test_documents_are_samples_where_the_script_separates_them(
+    is_reset: bool, lengths: list[int]
+) -> None:
+    steps = StockSteps(SimpleNamespace(reset_attention_mask=is_reset))
+    documents = batch([[(0, True), (1, False), (0, True)]])
+    read = steps._read([SimpleNamespace(vocab_size=2000)], [documents])
+    assert read is not None
+    assert read.total_lengths == lengths
+
+
 def test_labels_that_are_trained_are_of_the_vocabulary() -> None:
     given_batch = masked([1, 0, 1]) | {"labels": torch.tensor([[2, -100, 64]])}
     steps, model = StockSteps(SimpleNamespace()), SimpleNamespace(vocab_size=65)
