@@ -129,10 +129,6 @@ TRAINED: dict[str, tuple[str, int, bool]] = {
     # Megatron's local attention refuses context parallelism: the reference is data-parallel.
     "tp2-cp2": ("dp4-padded", 5, False),
     "tp2-staying": ("dp4-padded", 5, False),
-    # Dynamic CP under a cap of half the longest sample.
-    "pp2-shared": ("pp2-padded", 5, True),
-    "cp2-shared": ("pp2-padded", 5, True),
-    "dp4-shared": ("dp4-padded", 5, True),
     # Megatron's own script names the length of padded samples from 0.19 on, at which layers of
     # experts would cut rows.
     "ep2-tokens-per-sample": ("ep2-padded", 5, False),
@@ -152,6 +148,19 @@ def test_the_steps_are_those_of_the_padded_run(records: list[Ranks], num_steps: 
     padded, flagged = records
     assert_same_training(flagged, padded, num_steps)
     assert_packed(flagged)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "records",
+    [("pp2-padded", "pp2-shared"), ("pp2-padded", "cp2-shared"), ("dp4-padded", "dp4-shared")],
+    ids=["pp2", "cp2", "dp4"],
+    indirect=True,
+)
+def test_rows_of_several_sizes(records: list[Ranks]) -> None:
+    """Dynamic CP under a cap of half the longest sample; rows are more, and smaller."""
+    padded, flagged = records
+    assert_same_training(flagged, padded, 5)
 
 
 @runs("pp2-padded", "pp2")
