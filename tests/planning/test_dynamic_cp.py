@@ -29,7 +29,6 @@ from mcore_batching.planning.search.dynamic_cp import (
     shared_objective,
 )
 from mcore_batching.planning.search.moves import (
-    NOWHERE,
     SLACK,
     MicroBatch,
     Moves,
@@ -224,9 +223,9 @@ def test_a_sample_that_shared_a_row_goes_where_it_is_alone_only_within_the_cap()
 @pytest.mark.parametrize(
     ("at", "least", "free", "found"),
     [
-        (NOWHERE, 0.0, 0.0, (0.15, 0.2)),
-        (NOWHERE, 0.3, 0.0, None),
-        (NOWHERE, 0.3, 0.1, (0.225, 0.3)),
+        (2, 0.0, 0.0, (0.15, 0.2)),
+        (2, 0.3, 0.0, None),
+        (2, 0.3, 0.1, (0.225, 0.3)),
         (1, 0.0, 0.0, (0.2, 0.3)),  # in the same pipeline: the other path gets shorter
     ],
 )
@@ -234,7 +233,7 @@ def test_room_is_what_a_micro_batch_may_cost_more(
     at: int, least: float, free: float, found: tuple[float, float] | None
 ) -> None:
     """Two remembered paths, of which one passes it three times: they end at 4 and 3, and may at
-    4.6."""
+    4.6. There are 2 places: place 2 is in another pipeline."""
     pipeline = object.__new__(Pipeline)
     pipeline._paths = [[3.0, 1.0, 0.0, 4.0], [1.0, 2.0, 0.0, 3.0]]
     room = pipeline.room(0, at, slope=1.0, least=least, free=free, end=4.6 + 1e-12)

@@ -43,9 +43,9 @@ from mcore_batching.planning.search.targets import STEEP, Targets
 LIMIT_STEP = math.sqrt(math.sqrt(0.5))
 """Limits below the costliest sample, four for each halving; with one, steps end 0.4 % later, single
 ones 3 %."""
-SKIPS = 0.0, 0.1, 0.3
-"""Shares of the slots, the largest, that no ranks share; with 0 alone long samples' steps end 1 %
-later."""
+SKIPS = 0.1, 0.3
+"""Shares of the slots, the largest, that no ranks share, beside 0; with 0 alone long samples' steps
+end 1 % later."""
 MOST_MADE = 12
 """Steps that are made; with 4 steps end 0.5 % later, single ones 8 %."""
 BUDGET_OF_SHARING = 3
@@ -154,7 +154,7 @@ class SharedSteps:
         # A single stage has no use for sizes of slots that differ, nor for another order.
         is_deep = self._problem.dims.pipeline_parallel > 1
         self._firsts = [1.0, STEEP] if is_deep else [1.0]
-        self._skips = SKIPS if is_deep else SKIPS[:1]
+        self._skips = [0.0, *SKIPS] if is_deep else [0.0]
         self.layouts = self._layouts()
 
     def best(self) -> list[Step]:

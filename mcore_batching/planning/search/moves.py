@@ -23,7 +23,7 @@ from operator import attrgetter, mul
 from mcore_batching.planning.clock import Clock, blocks_of
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search.objective import Objective, Step
+from mcore_batching.planning.search.objective import SLACK, Objective, Step
 
 COST_OF_A_TRY = 40
 """A move that is refused without a simulation counts as 40 simulated passes, about its CPU time; so
@@ -34,12 +34,8 @@ alone steps end 0.12 % later, with half or twice as many as soon."""
 GIVEN = 3
 """Samples of a micro-batch that may be given; with one, steps of many equal samples end 0.3 %
 later: most of what is drawn is of the same length then, and changes as much."""
-SLACK = 0.0005
-"""Share by which a move may raise an end at first; without, steps end 0.1 % later. 0 where ranks
-share rows: the budget buys too few simulations there to wander, and steps would end 0.4 % later."""
-NOBODY, NOWHERE = -1, -2
-"""A sample, and a place, that do not exist. No path takes `NOWHERE`: it is where a path's list of
-weights has a 0, before the path's length."""
+NOBODY = -1
+"""A sample that does not exist."""
 
 _cost = attrgetter("cost")
 
@@ -111,8 +107,8 @@ class Pipeline:
         self._set_costs(self._clock_costs, range(len(self.at)))
         self.costs = [max(map(_cost, each)) for each in self.at]
         self._paths: list[list[float]] = []
-        """Critical paths found lately, the newest first: weights of places, then that of `NOWHERE`
-        and the length."""
+        """Critical paths found lately, the newest first: weights of places, a 0 for places of other
+        pipelines, and the length."""
         sizes = [[len(each.ranks) for each in rank] for rank in ranks]
         blocks = blocks_of(sizes) if self.width > 1 else ()
         self._become(Clock(self._clock_costs, problem.schedule, blocks, self.width))
@@ -151,7 +147,7 @@ class Pipeline:
 
         Args:
             place: of the one that costs more.
-            at: of the one that costs less; `NOWHERE` in another pipeline.
+            at: of the one that costs less; the number of places if it is in another pipeline.
             slope: time by which the longest path gets shorter for each unit of cost that moves,
                 beside what `place` adds to it.
             least: smallest cost that can be added; None is returned if not even that fits.
@@ -350,7 +346,7 @@ class Moves:
         or `NOBODY`, so that by the paths remembered the step ends soonest; None if there are none
         with which ends rise `rise` times at most."""
         costs, place = theirs.problem.costs, theirs.place
-        at = mine.place if late is early else NOWHERE
+        at = mine.place if late is early else len(early.at)
         # How fast the late pipeline gets shorter as cost goes from the one to the other.
         slope = late.weights[mine.place] - (late.weights[place] if late is early else 0.0)
         # In lockstep a micro-batch may grow up to the costliest of its slot for nothing.

@@ -154,7 +154,7 @@ class Rounds:
             work = self._work + count * problem.cost_model.per_micro_batch
             self.works[count], self._longest[count] = even_ranks(targets, work, groups, self._alone)
         made = [
-            targets.of_rank(max(work, longest), longest).sizes
+            targets.of_rank(max(work, longest), longest)
             for work, longest in zip(self.works[count], self._longest[count], strict=True)
         ]
         return made * self.ranks if problem.dims.in_lockstep else made
