@@ -82,7 +82,7 @@ JOBS = [
     job("over-the-cap", OVERSIZE, DP2, row=10, needed=200, max_tokens_per_gpu=10),
     job("over-the-cap-stays", OVERSIZE, DP2, row=10, needed=200, max_tokens_per_gpu=10, **STAY),
     job("over-the-cap-shared", OVERSIZE, DP4, row=10, needed=100, max_tokens_per_gpu=5, **SHARED),
-    job("averaged-loss", "guarantees:averaged_loss_is_warned_of", DP2),
+    job("averaged-loss", "losses:averaged_loss_is_warned_of", DP2),
     *(
         job(f"nonfinite-{name}", NONFINITE, DP2 | PP2, fault=name, overlap=False)
         for name in ("loss", "gradient", "field")

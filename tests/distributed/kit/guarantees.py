@@ -10,7 +10,6 @@ import copy
 import itertools
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -45,7 +44,6 @@ from mcore_batching.megatron import (
     ForwardFailedError,
     forward_only,
     get_data_iterator,
-    response_log_probs,
     schedule_of,
     train_step,
 )
@@ -357,25 +355,6 @@ def over_the_cap_is_printed_once(dims: ParallelDims, row: int, needed: int, **pl
     assert "a sample has 200 tokens, " in last
     assert f"over the cap of {row} of a micro-batch: it runs alone" in last
     assert f"--max-tokens-per-gpu {needed} would hold it" in last
-
-
-def averaged_loss_is_warned_of(dims: ParallelDims) -> None:
-    """A mean over each micro-batch is some times too large; warned of on the rank with several."""
-    calls = Calls(dims, "fewer")
-
-    def mean(logits: torch.Tensor, row: Any, totals: Any) -> Any:
-        log_probs = torch.cat(response_log_probs(logits, row))
-        weights = torch.cat(row["loss_masks"]).to(log_probs)
-        return -(log_probs * weights).sum() / weights.sum().clamp(min=1), {}
-
-    for loss, at_most in ((mean, 1), (packed_objective, 0)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            calls.train(loss)
-        told = [w.filename for w in caught if "never reads the step's totals" in str(w.message)]
-        assert all(name.endswith("calls.py") for name in told)  # which calls `train_step`
-        assert len(told) <= at_most
-        assert dist.get_rank() or len(told) == at_most
 
 
 def shared_tokens_are_printed(dims: ParallelDims) -> None:

@@ -1,9 +1,10 @@
-"""Jobs about losses: not finite, in float16, constant, and where their gradients are written."""
+"""Jobs about losses: not finite, in float16, constant, averaged; where gradients are written."""
 
 from __future__ import annotations
 
 import math
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
-from kit.calls import equal, my_samples, on_all_ranks
+from kit.calls import Calls, equal, my_samples, on_all_ranks
 from kit.model import ADAM, adam, arguments, named_parameters, no_optimizer, small_model
 from kit.objective import difference, packed_objective
 from kit.samples import VOCABULARY, make_samples, pack, take
@@ -205,3 +206,22 @@ def constants_fire_every_hook(dims: ParallelDims) -> None:
         planned = get_data_iterator(args, model, make_samples())
         train_step(constant, args, model, *planned, no_optimizer())
         assert touched == {name for name, _ in model[0].named_parameters()}
+
+
+def averaged_loss_is_warned_of(dims: ParallelDims) -> None:
+    """A mean over each micro-batch is some times too large; warned of on the rank with several."""
+    calls = Calls(dims, "fewer")
+
+    def mean(logits: Tensor, row: Any, totals: Any) -> Any:
+        log_probs = torch.cat(response_log_probs(logits, row))
+        weights = torch.cat(row["loss_masks"]).to(log_probs)
+        return -(log_probs * weights).sum() / weights.sum().clamp(min=1), {}
+
+    for loss, at_most in ((mean, 1), (packed_objective, 0)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            calls.train(loss)
+        told = [w.filename for w in caught if "never reads the step's totals" in str(w.message)]
+        assert all(name.endswith("calls.py") for name in told)  # which calls `train_step`
+        assert len(told) <= at_most
+        assert dist.get_rank() or len(told) == at_most
