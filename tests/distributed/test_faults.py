@@ -113,8 +113,12 @@ JOBS = [
     job("framework-shows-model", "hooking:framework_shows_model", PP2),
     job("framework-holds-model", "hooking:framework_holds_model", PP2),
 ]
+PP4 = {"pipeline_parallel": 4}
+NEIGHBOURS = "blocking_p2p:neighbours_send_first"
 NEEDS_GLOO = [
     job("groups-remade", "guarantees:groups_made_anew", DP2),
+    job("neighbours-send-first", NEIGHBOURS, PP4, blocking=False),
+    job("neighbours-send-first-blocking", NEIGHBOURS, PP4, blocking=True),
     job("freed-while-sending", "guarantees:freed_outputs_arrive_whole", PP2),
 ]
 

@@ -65,7 +65,7 @@ def model_of(job: dict[str, Any]) -> set[str]:
 def features_of(job: dict[str, Any]) -> set[str]:
     """Settings of a job, its loss, its samples and their steps."""
     planner, objective, rollouts = job["planner"], job["objective"], job["rollouts"]
-    flags = ("mixed_sizes", "turns", "bfloat16", "fields", "recorded")
+    flags = ("mixed_sizes", "turns", "blocking", "bfloat16", "fields", "recorded")
     found = {name for name in flags if job[name]}
     found |= {f"{name} {job[name]}" for name in ("worker", "banned") if job[name]}
     found |= {name for name, value in job["ddp"].items() if value}

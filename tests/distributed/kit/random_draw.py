@@ -1,4 +1,4 @@
-"""Jobs drawn at random: layout, model, lengths, settings and loss, all from a seed.
+"""Jobs drawn at random: layout, model, lengths, settings, clocks and loss, all from a seed.
 
 A drawn job is plain data that says everything but the values of its samples and weights, which
 follow from its seed. Every choice has a random stream of its own, by its name: one more choice
@@ -73,10 +73,12 @@ def drawn_job(seed: int, **forced: Any) -> dict[str, Any]:
         "planner": planner,
         "mixed_sizes": _has_mixed_sizes(draw, dims, planner),
         "objective": _objective(draw) | ({"page": None} if half else {}),
+        "clock": _clock(draw, planner),
         "rollouts": rollouts,
         "balancing": balancing,
         "worker": _worker(draw, planner, rollouts),
         "holders": draw.one("holders", ["all", "all", "first of replica"]),
+        "blocking": dims["pipeline_parallel"] > 1 and draw.chance("blocking", 0.15),
         "turns": draw.chance("turns", 0.5),
         "banned": banned,
         "fields": draw.chance("further fields", 0.3),
@@ -221,6 +223,12 @@ def _worker(draw: Draw, planner: dict[str, Any], rollouts: list[dict[str, Any]])
     asked = any({"steps", "global_batch_size"} & {*rollout} for rollout in rollouts)
     fault = asked and planner["dynamic_batch_exchange"] and draw.chance("fault of the worker", 0.25)
     return draw.one("worker", WORKERS) if fault else None
+
+
+def _clock(draw: Draw, planner: dict[str, Any]) -> str:
+    if planner["dynamic_batch_cost_model"] == "fixed":
+        return "true"
+    return draw.one("clock", ["true", "skewed", "noisy", "stalled", "backwards", "absurd"])
 
 
 def drawn_rollouts(draw: Draw, ranks: int) -> list[dict[str, Any]]:

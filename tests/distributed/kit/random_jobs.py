@@ -7,8 +7,10 @@ import contextlib
 import functools
 import math
 import random
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from kit.blocking_p2p import blocking_p2p
 from kit.calls import on_all_ranks
 from kit.model import ADAM, ROUTING
 from kit.random_reference import RandomReference
@@ -29,7 +32,7 @@ from kit.samples import ALLOWED, VOCABULARY, multimodal_positions, rollout_of
 from kit.shared_rows import mixed_sizes
 from kit.worker import layout
 from kit.workers import FAULTS, is_planning_rank, worker_with
-from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat
+from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat, cpu_emulation
 from mcore_batching.planning import MCoreBatchingError, ParallelDims
 
 REFUSAL = "DynamicBatchArgumentError"
@@ -56,6 +59,9 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
         run = RandomRun(job, shape, weights)
         try:
             with contextlib.ExitStack() as conditions:
+                conditions.enter_context(_clock(job))
+                if job["blocking"]:
+                    conditions.enter_context(blocking_p2p())
                 shapes = conditions.enter_context(_exchanged_shapes())
                 planned = conditions.enter_context(worker_with(job["worker"]))
                 if job["mixed_sizes"]:
@@ -96,6 +102,31 @@ def _why_not_built(model: dict[str, Any]) -> str:
         return "HybridModel is there from 0.18 on"
     is_known = settings.keys() <= TransformerConfig.__dataclass_fields__.keys()
     return "" if is_known else "a setting of later versions"
+
+
+@contextlib.contextmanager
+def _clock(job: Mapping[str, Any]) -> Iterator[None]:
+    """Let passes be timed by a clock that lies, each rank's in its own way."""
+    stream = random.Random(f"{job['seed']} clock {dist.get_rank()}")
+    speed, offset = 10 ** stream.uniform(-4, 4), stream.uniform(-1e6, 1e6)
+    ahead = 0.0
+
+    def noisy() -> float:
+        nonlocal ahead
+        ahead += stream.lognormvariate(-9, 3)
+        return ahead
+
+    clocks: dict[str, Callable[[], float]] = {
+        "true": time.perf_counter,
+        "skewed": lambda: offset + speed * time.perf_counter(),
+        "noisy": noisy,
+        "stalled": lambda: 1.0,
+        "backwards": lambda: -time.perf_counter(),
+        "absurd": lambda: stream.choice([math.nan, math.inf, -math.inf, -1e30, 1e300, 0.0]),
+    }
+    clock = SimpleNamespace(perf_counter=clocks[job["clock"]])
+    with mock.patch.object(cpu_emulation, "time", clock):
+        yield
 
 
 @contextlib.contextmanager

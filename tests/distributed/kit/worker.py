@@ -96,13 +96,19 @@ def remake_groups(dims: ParallelDims, number: int) -> None:
     place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     dist.barrier()
     dist.destroy_process_group()
-    _made.clear()
-    _taken.clear()
+    abandon_groups()
     again = dist.PrefixStore(f"remade {number}", store)
     dist.init_process_group("gloo", store=again, timeout=_TIMEOUT, **place)
     parallel_state.destroy_model_parallel()
     initialize_model_parallel(dims, timeout_seconds=_TIMEOUT.total_seconds())
     keep_data_parallel_group(kept)
+
+
+def abandon_groups() -> None:
+    """Hand out none of the groups made so far: messages lie in them that nobody received, or they
+    are destroyed."""
+    _made.clear()
+    _taken.clear()
 
 
 @contextlib.contextmanager
