@@ -177,7 +177,10 @@ class Targets:
         # One simulation serves all ranks: one for each took two thirds of the time in which 65,536
         # samples on 512 ranks are planned.
         if slots not in self._ends:
-            self._ends[slots] = self.end(self.shape(slots, STEEP)[0])
+            # In all the rank's slots: passes of another number would have to be made first.
+            before = [0.0] * ((self.count - slots) // 2)
+            after = [0.0] * (self.count - slots - len(before))
+            self._ends[slots] = self.end([*before, *self.shape(slots, STEEP)[0], *after])
         rest = (self.count - slots) * self._least
         return longest * self._ends[slots] + rest * self._schedule.cost_of_passes
 
