@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 from mcore_batching.planning.costs.cost import ordered_sum
@@ -180,13 +181,20 @@ class Rounds:
         problem = self._problem
         self.objective.budget -= COST_OF_ASSIGNING * len(self.order)
         ranks: list[Slots] = []
-        for samples in by_folds(problem.costs, self.ranks, -(-problem.num_samples // self.ranks)):
+        for samples in self._even_in_number:
             even = problem.cost(samples) / count + problem.cost_model.per_micro_batch
-            assigned = assign(by_cost(samples, problem.costs), [[even] * count], problem)
+            assigned = assign(samples, [[even] * count], problem)
             if assigned is None:
                 return None
             ranks.append(fill_empty_slots(assigned[0], problem.costs))
         return self._added(count, self.objective.step(ranks))
+
+    @cached_property
+    def _even_in_number(self) -> list[list[int]]:
+        """Samples of each rank, as many on all, costliest first."""
+        costs = self._problem.costs
+        folds = by_folds(costs, self.ranks, -(-len(costs) // self.ranks))
+        return [by_cost(samples, costs) for samples in folds]
 
 
 def useful_counts(rows: int, samples: int, ranks: int, dims: ParallelDims) -> list[int]:
