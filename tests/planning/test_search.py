@@ -329,6 +329,12 @@ KNOWN_ENDS = {
     "samples of all lengths in lockstep": Known(
         log_normal(128, 5, median=1500, sigma=1, cap=8192), 8192, IN_LOCKSTEP, 321_946
     ),
+    "a long sample in lockstep on one stage": Known(
+        [8192, *log_normal(31, 3, median=1300, sigma=0.9, cap=5000)],
+        8192,
+        ParallelDims(data_parallel=8, expert_parallel=8),
+        37_254,
+    ),
     "four samples a rank": Known(UNIFORM, 16_384, ParallelDims(data_parallel=8), 146_337),
     "at the cap": Known([*LOG_NORMAL, *[8192] * 24], 8192, PP4, 442_082),
     "long samples that leave others nothing": Known(

@@ -275,8 +275,9 @@ def even_ranks(
             low = end
         else:
             high, peaks = end, tops
-            # With a long sample on every rank, all share what is left.
-            more = 0.0 if others else rest / ranks
+            # With a long sample on every rank, all share what is left. Ranks with more work than
+            # the mean keep it: with less, the other slots of theirs would hold next to nothing.
+            more = 0.0 if others else max(0.0, rest) / ranks
             works = [until + more for until in found] + [rest / max(1, others)] * others
         end = (low + high) / 2
     return works, peaks
