@@ -306,6 +306,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "mcore_batching"
 MAKES_OBJECTS_OF_BYTES_OR_RUNS_CODE = (
     r"(?<![\w.])(eval|exec|compile|__import__)\(|torch\.load|weights_only|allow_pickle|yaml\.load"
     r"|\b(_?c?pickle|dill|cloudpickle|joblib|shelve|marshal)\b(?!\.dumps)|\w_object(_list)?\b"
+    r"|^\s*from +(torch|yaml)[\w.]* +import[^#\n]*\b\w*load\b"
 )
 STARTS_A_PROCESS = (
     r"^\s*(import|from) +(subprocess|multiprocessing|pty|asyncio)|futures\.process"
