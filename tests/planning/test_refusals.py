@@ -213,7 +213,7 @@ REFUSALS = {
     **{f"group_steps(['a', {uid}], 1)": UID for uid in ("None", "['a']", "('a', ['b'])", "{}")},
     **{
         f"group_steps(['a', 'b'], 1, is_padding={tags})": TAGS
-        for tags in ("[True]", "[0, 'no']", "[0, [1]]", "[nan, nan]", "[0, inf]", "[0, 10**400]")
+        for tags in ("[True]", "[0, '0']", "[0, [1]]", "[nan, nan]", "[0, inf]", "[0, 10**400]")
     },
     "group_steps(['a', 'b'], 1, is_padding='no')": "LengthError: is_padding must…",
     **{
