@@ -194,6 +194,8 @@ def _work(folder: Path, rank: int) -> None:
         # Else the collector goes over the modules, and what Megatron keeps, again and again.
         gc.collect()
         gc.freeze()
+    # A rank that ends while another still connects to it fails that one.
+    dist.barrier()
     dist.destroy_process_group()
 
 
