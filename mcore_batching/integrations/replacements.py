@@ -139,19 +139,18 @@ def replacing(module: Any, name: str, ours: Function) -> Replacement:
     parameters = parameters_of(bound)
     passed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     expected = [each for each in parameters if each.kind not in passed_on]
-    is_function = callable(original) and not inspect.isclass(original)
     found = parameters_of(original)
     # Ours must take every call that theirs takes: a name, a default or the order may not differ.
     lacking, more = expected[len(found) :], found[len(expected) :]
     fits = (
-        is_function
+        _is_function(original)
         and found[: len(expected)] == expected[: len(found)]
         and all(each.default is not each.empty for each in lacking)
         and (not more or len(expected) < len(parameters))
     )
     if not fits:
         shown = f"{name}{inspect.Signature(found)}"
-        if not is_function:
+        if not _is_function(original):
             shown = f"a {type(original).__name__}"
         raise HookError(
             f"{owner}.{name} cannot be replaced: expected {name}{inspect.Signature(parameters)}, "
@@ -180,7 +179,11 @@ def is_replacement(function: Any) -> bool:
 
 def parameters_of(function: Any) -> list[inspect.Parameter]:
     """A function's parameters without annotations, which may differ; none of anything else."""
-    if not callable(function) or inspect.isclass(function):
+    if not _is_function(function):
         return []
     found = inspect.signature(function).parameters.values()
     return [each.replace(annotation=each.empty) for each in found]
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not inspect.isclass(value)

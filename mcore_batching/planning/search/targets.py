@@ -173,16 +173,19 @@ class Targets:
         return longest * self.shape(slots, STEEP)[1] + (self.count - slots) * self._least
 
     def _end_held(self, longest: float, slots: int) -> float:
-        """About the end of a rank with this work."""
+        """About the end of a rank with the work of `_held`."""
         # One simulation serves all ranks: one for each took two thirds of the time in which 65,536
         # samples on 512 ranks are planned.
         if slots not in self._ends:
             # In all the rank's slots: passes of another number would have to be made first.
-            before = [0.0] * ((self.count - slots) // 2)
-            after = [0.0] * (self.count - slots - len(before))
-            self._ends[slots] = self.end([*before, *self.shape(slots, STEEP)[0], *after])
+            self._ends[slots] = self.end(self._amid(self.shape(slots, STEEP)[0], 0.0))
         rest = (self.count - slots) * self._least
         return longest * self._ends[slots] + rest * self._schedule.cost_of_passes
+
+    def _amid(self, sizes: list[float], others: float) -> list[float]:
+        """Sizes amid those of the other slots, half of which come before."""
+        lacking = self.count - len(sizes)
+        return [others] * (lacking // 2) + sizes + [others] * (lacking - lacking // 2)
 
     def take_long(self, left: list[float], sizes: Sequence[float], usual: float) -> None:
         """Remove the long samples that a rank takes from those that are left, ascending: one in
@@ -219,11 +222,9 @@ class Targets:
             usual = longest * (self._usual_sum - total)
             part = min(1.0, more / usual) if usual > 0.0 else 0.0
             shape = [a + part * (b - a) for a, b in zip(shape, self.usual, strict=True)]
-        before = (count - slots) // 2
-        sizes = [least] * before
         # A comparison: faster than `max`.
-        sizes += [scaled if (scaled := longest * size) > least else least for size in shape]
-        sizes += [least] * (count - slots - before)
+        sizes = [scaled if (scaled := longest * size) > least else least for size in shape]
+        sizes = self._amid(sizes, least)
         at, others = sizes.index(max(sizes)), count - 1
         over = ordered_sum(sizes) - longest - others * least
         rest = work - longest - others * least

@@ -37,6 +37,24 @@ from mcore_batching.planning import MCoreBatchingError, ParallelDims
 
 REFUSAL = "DynamicBatchArgumentError"
 """Of settings, alone or beside the samples that there are."""
+# Relative to the largest entry of a tensor. float32 has a unit roundoff of 6e-8; a value here is a
+# sum of up to some hundred products in an order that depends on the layout, so that results of
+# right programs differ by some 1e-7 to 1e-6. A token of a neighbour let in, a placeholder counted,
+# a sample forgotten or doubled changes them by 1e-3 and more. Weights of the steps before carry
+# their rounding on, so that every step may be off by as much again.
+FLOAT32 = {
+    "log-probs": 2e-6,
+    "metrics": 2e-6,
+    "gradients": 2e-5,  # the deepest sums: over all tokens of the batch, through all layers
+    "weights": 1e-5,  # Adam multiplies an error of the gradient by up to lr / epsilon = 10
+}
+BFLOAT16 = dict.fromkeys(FLOAT32, 5e-2)
+"""8 bits are kept, so that each rounding is up to 4e-3 of a value; some tens of them in a row. Of
+weights beside what their one step of Adam makes of such an error of the gradient, see `_adam`."""
+
+SMALL = 1e-2
+"""Part of the largest gradient of all below which a tensor's is what rounding leaves of parts that
+cancel: that of a bias of all keys is 0 where these are not rotated."""
 
 
 def compare(job: dict[str, Any]) -> dict[str, Any]:
@@ -255,26 +273,6 @@ def _reference_of(
                 behaviour = [log_probs for log_probs, _ in outputs]
             given[number] = samples | {"behaviour": behaviour}
     return {"made": made, "gap": reference.smallest_gap}
-
-
-# Relative to the largest entry of a tensor. float32 has a unit roundoff of 6e-8; a value here is a
-# sum of up to some hundred products in an order that depends on the layout, so that results of
-# right programs differ by some 1e-7 to 1e-6. A token of a neighbour let in, a placeholder counted,
-# a sample forgotten or doubled changes them by 1e-3 and more. Weights of the steps before carry
-# their rounding on, so that every step may be off by as much again.
-FLOAT32 = {
-    "log-probs": 2e-6,
-    "metrics": 2e-6,
-    "gradients": 2e-5,  # the deepest sums: over all tokens of the batch, through all layers
-    "weights": 1e-5,  # Adam multiplies an error of the gradient by up to lr / epsilon = 10
-}
-BFLOAT16 = dict.fromkeys(FLOAT32, 5e-2)
-"""8 bits are kept, so that each rounding is up to 4e-3 of a value; some tens of them in a row. Of
-weights beside what their one step of Adam makes of such an error of the gradient, see `_adam`."""
-
-SMALL = 1e-2
-"""Part of the largest gradient of all below which a tensor's is what rounding leaves of parts that
-cancel: that of a bias of all keys is 0 where these are not rotated."""
 
 
 class Comparison:
