@@ -109,18 +109,24 @@ def test_forward_only_leaves_out_what_placeholders_put_out(hooked: Any) -> None:
     assert made == {"old_sums": [3, 10, 1], "replay": True}
 
 
-def test_another_number_of_outputs_is_refused_where_each_rank_runs_by_itself(hooked: Any) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda sums: {"sums": sums[1:]}, "1 values for 'sums' in a micro-batch of 2 samples"),
+        (lambda sums: {"sums": sums, f"of {len(sums)}": sums}, "return the same names for all"),
+    ],
+)
+def test_other_outputs_are_refused_where_each_rank_runs_by_itself(
+    hooked: Any, change: Callable[[list[int]], Any], message: str
+) -> None:
     """As in slime's server of log-probs: its forward pass is no collective over all ranks."""
 
-    def other_sums(logits: str, **batch: Any) -> Any:
-        _, made = sums(logits, **batch)
-        return logits, {"sums": made["sums"][1:]}
+    def changed(logits: str, **batch: Any) -> Any:
+        return logits, change(sums(logits, **batch)[1]["sums"])
 
     iterators = hooked.data.get_data_iterator(rollout_data([1, 0], [2]))
-    with pytest.raises(OrderError, match=r"1 values for 'sums' in a micro-batch of 2 samples"):
-        hooked.model.forward_only(other_sums, None, None, iterators, [2])
-    with pytest.raises(HookError, match="no total_lengths"):
-        trainer._Guarded(sums, None)("logits", lengths=[1])
+    with pytest.raises(OrderError, match=message):
+        hooked.model.forward_only(changed, None, None, iterators, [2])
 
 
 def test_a_function_that_fails_has_a_value_of_any_name_for_each_sample_until_all_raise() -> None:
@@ -133,6 +139,8 @@ def test_a_function_that_fails_has_a_value_of_any_name_for_each_sample_until_all
         _, made = guarded(torch.zeros(1), total_lengths=lengths)
         assert made["any name"] == values
     assert [str(error) for error in errors] == ["of 2", "of 1"]
+    with pytest.raises(HookError, match="no total_lengths"):
+        trainer._Guarded(fails, None)("logits", lengths=[1])
 
 
 def test_fields_are_checked_at_the_first_micro_batch(small: Small) -> None:
