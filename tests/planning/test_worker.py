@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -142,78 +142,64 @@ NO_MEMORY = """
 it.plan_step = lambda *given, **named: bytearray(2**34)
 resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
 """
+UNKNOWN = dataclasses.replace(REQUEST, lengths=type("Unknown", (tuple,), {})(REQUEST.lengths))
+"""Lengths that cannot be sent: their class is found nowhere."""
 
 
-@pytest.mark.parametrize(
-    ("code", "fault", "complaint"),
-    [
-        ("", signal.SIGKILL, "was ended by signal 9"),
-        ("", signal.SIGTERM, "was ended by signal 15"),
-        ("", signal.SIGSTOP, "took more than 0.5 s"),
-        (SLEEPS, None, "took more than 0.5 s"),
-        (SLEEPS, signal.SIGSTOP, "took more than 0.5 s"),
-        ("os._exit(3)", None, "ended with exit code 3"),
-        ("raise RuntimeError", None, "ended with exit code 1"),
-        ("it.plan_step = None", None, "raised TypeError"),
-        (NO_MEMORY, None, "raised MemoryError"),
-        ("os.close(0); time.sleep(1000)", None, "closed its connection"),
-        ("os.write(0, b'\\0\\0\\0\\5no pi')", None, "sent no answer: UnpicklingError"),
-        (DAMAGES, None, "gave a wrong answer: 7 bytes that are no plan"),
-        (OTHER_RANKS, None, "gave a wrong answer: a plan of 48 samples for 2 ranks"),
-    ],
-)
+class Fault(NamedTuple):
+    """What is wrong with a worker, and what is said of it."""
+
+    complaint: str
+    code: str = ""
+    signal: signal.Signals | None = None
+    python: str | None = sys.executable
+    request: PlanRequest = REQUEST
+
+
+FAULTS = [
+    Fault("was ended by signal 9", signal=signal.SIGKILL),
+    Fault("was ended by signal 15", signal=signal.SIGTERM),
+    Fault("took more than 0.5 s", signal=signal.SIGSTOP),
+    Fault("took more than 0.5 s", SLEEPS),
+    Fault("took more than 0.5 s", SLEEPS, signal.SIGSTOP),
+    Fault("ended with exit code 3", "os._exit(3)"),
+    Fault("ended with exit code 1", "raise RuntimeError"),
+    Fault("ended with exit code 0", python="/bin/true"),
+    Fault("raised TypeError", "it.plan_step = None"),
+    Fault("raised MemoryError", NO_MEMORY),
+    Fault("closed its connection", "os.close(0); time.sleep(1000)"),
+    Fault("sent no answer: UnpicklingError", "os.write(0, b'\\0\\0\\0\\5no pi')"),
+    Fault("gave a wrong answer: 7 bytes that are no plan", DAMAGES),
+    Fault("gave a wrong answer: a plan of 48 samples for 2 ranks", OTHER_RANKS),
+    Fault("got no request: sys.executable is empty", python=None),
+    Fault("got no request: sys.executable is empty", python=""),
+    Fault("got no request: .*No such file", python="/nowhere/python"),
+    Fault("got no request: .*Permission denied", python=str(REPOSITORY)),
+    Fault("got no request.*: PicklingError", request=UNKNOWN),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_after_a_fault_the_plan_is_made_in_line_and_the_reason_is_given_once(
-    planner: PlanningWorker,
-    monkeypatch: pytest.MonkeyPatch,
-    code: str,
-    fault: signal.Signals | None,
-    complaint: str,
+    planner: PlanningWorker, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
-    starts_with(monkeypatch, code)
-    wait = 0.5 if "0.5" in complaint else LIMIT_SECONDS
+    starts_with(monkeypatch, fault.code)
+    monkeypatch.setattr(sys, "executable", fault.python)
+    wait = 0.5 if "0.5" in fault.complaint else LIMIT_SECONDS
     reasons = []
     for _ in range(MOST_FAILURES + 2):
-        ticket, second = planner.submit(REQUEST), planner.submit(REQUEST)
+        ticket = planner.submit(fault.request)
         pid = planner.pid
-        if pid is not None and fault is not None:
-            os.kill(pid, fault)
+        second = ticket if pid is None else planner.submit(fault.request)
+        if pid is not None and fault.signal is not None:
+            os.kill(pid, fault.signal)
         assert plan_of(ticket, wait) == plan_of(second, wait) == PLAN
         assert pid is None or is_gone(pid)
         reasons.append(planner.complaint() or "")
     assert pid is None
-    assert re.search(complaint, reasons[0])
+    assert re.search(fault.complaint, reasons[0])
     assert "failed 3 times" in reasons[MOST_FAILURES]
     assert "".join(reasons) == reasons[0] + reasons[MOST_FAILURES]
-
-
-UNKNOWN = type("Unknown", (tuple,), {})(REQUEST.lengths)
-"""Lengths that cannot be sent: their class is found nowhere."""
-LITTLE_MEMORY = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**24, 2**24))\n"
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "request_"),
-    [
-        *(
-            ("sys.executable", python, REQUEST)
-            for python in (None, "", "/nowhere/python", str(REPOSITORY), "/bin/true")
-        ),
-        ("mcore_batching.planning.worker._START", LITTLE_MEMORY + worker._START, REQUEST),
-        ("sys.executable", sys.executable, dataclasses.replace(REQUEST, lengths=UNKNOWN)),
-    ],
-)
-def test_without_a_worker_or_a_request_plans_are_made_in_line(
-    planner: PlanningWorker,
-    monkeypatch: pytest.MonkeyPatch,
-    place: str,
-    value: str | None,
-    request_: PlanRequest,
-) -> None:
-    monkeypatch.setattr(place, value)
-    for _ in range(MOST_FAILURES + 1):
-        assert plan_of(planner.submit(request_)) == request_.read(request_.plan())
-    assert "the planning worker" in (planner.complaint() or "")
-    assert planner.complaint() is None
 
 
 def test_failures_count_only_where_no_plan_came_between(
