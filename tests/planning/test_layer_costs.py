@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from mcore_batching.planning import (
-    ConfigError,
     CostModel,
     ParallelDims,
     PlannerConfig,
@@ -122,71 +121,53 @@ def test_published_models_have_the_weights_that_they_are_said_to_have(
     assert CostModel.from_json(model.to_json()) == model
 
 
-MLA = {"num_attention_heads": 3, "kv_lora_rank": 13, "q_lora_rank": 17}
-MLA |= {"qk_nope_head_dim": 5, "qk_rope_head_dim": 7, "v_head_dim": 11}
+MLA = {"hidden_size": 2, "hybrid_layer_pattern": "*", "num_attention_heads": 3, "v_head_dim": 11}
+MLA |= {"kv_lora_rank": 13, "q_lora_rank": 17, "qk_nope_head_dim": 5, "qk_rope_head_dim": 7}
 DSA = MLA | {"index_n_heads": 3, "index_head_dim": 5, "index_topk": 9}
-DELTA_NET = {"linear_num_key_heads": 3, "linear_key_head_dim": 5}
-DELTA_NET |= {"linear_num_value_heads": 7, "linear_value_head_dim": 11}
-MAMBA = {"mamba_num_heads": 3, "mamba_head_dim": 5, "n_groups": 7, "ssm_state_size": 11}
-
-
-@pytest.mark.parametrize(
-    ("letter", "sizes", "token", "pair", "far_pair", "read"),
-    [
-        # 2·17 + 17·3·12 of queries, 2·(13 + 7) + 13·3·16 of keys and values, 3·11·2 of the output.
-        ("*", MLA, 1376, 34.5, 34.5, 1376),
-        ("*", MLA | {"q_lora_rank": None}, 802, 34.5, 34.5, 802),
-        # The indexer's 17·3·5 + 2·(5 + 3).
-        ("D", DSA, 1376 + 271, 42, 7.5, 1376 + 271),
-        ("D", DSA | {"q_lora_rank": None}, 802 + 46, 42, 7.5, 802 + 46),
-        # 2·(2·15 + 3·77 + 2·7); of the state 3·77·5, of chunks 64·(35 + 77).
-        ("G", DELTA_NET, 550 + 1155 + 7168, 0, 0, 550),
-        # 2·(3·15 + 2·77 + 3); of the state 2·15·11, of chunks 64·(77 + 15).
-        ("M", MAMBA, 404 + 330 + 5888, 0, 0, 404),
-    ],
-    ids=("latent", "whole-queries", "sparse", "sparse-whole", "delta-net", "mamba"),
-)
-def test_layers_by_hand(
-    letter: str, sizes: dict[str, Any], token: float, pair: float, far_pair: float, read: float
-) -> None:
-    made = first_guess({"hidden_size": 2, "hybrid_layer_pattern": letter} | sizes)
-    assert letters(made)[letter] == LayerCost(token, pair, far_pair, read)
-
-
+DELTA_NET = {"hidden_size": 2, "hybrid_layer_pattern": "G", "linear_num_key_heads": 3}
+DELTA_NET |= {"linear_key_head_dim": 5, "linear_num_value_heads": 7, "linear_value_head_dim": 11}
+MAMBA = {"hidden_size": 2, "hybrid_layer_pattern": "M", "mamba_num_heads": 3}
+MAMBA |= {"mamba_head_dim": 5, "n_groups": 7, "ssm_state_size": 11}
 ROUTED = TINY | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 DEPTHS = ROUTED | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 2}
 
 
 @pytest.mark.parametrize(
-    ("config", "token", "read"),
+    ("config", "letter", "costs"),
     [
-        (TINY, 48 + 96, 48 + 96),
-        (TINY | {"num_key_value_heads": None}, 64 + 96, 64 + 96),
+        # 2·17 + 17·3·12 of queries, 2·(13 + 7) + 13·3·16 of keys and values, 3·11·2 of the output.
+        (MLA, "*", (1376, 34.5, 34.5, 1376)),
+        (MLA | {"q_lora_rank": None}, "*", (802, 34.5, 34.5, 802)),
+        # The indexer's 17·3·5 + 2·(5 + 3).
+        (DSA, "*", (1376 + 271, 42, 7.5, 1376 + 271)),
+        (DSA | {"q_lora_rank": None}, "*", (802 + 46, 42, 7.5, 802 + 46)),
+        # 2·(2·15 + 3·77 + 2·7); of the state 3·77·5, of chunks 64·(35 + 77).
+        (DELTA_NET, "G", (550 + 1155 + 7168, 0, 0, 550)),
+        # 2·(3·15 + 2·77 + 3); of the state 2·15·11, of chunks 64·(77 + 15).
+        (MAMBA, "M", (404 + 330 + 5888, 0, 0, 404)),
+        # 48 weights of attention, 96 of the feed-forward layer.
+        (TINY, "a", (48 + 96, 4, 4, 48 + 96)),
+        (TINY | {"num_key_value_heads": None}, "a", (64 + 96, 4, 4, 64 + 96)),
         # A token meets 2 of 6 experts, whose weights a micro-batch reads all, and a router.
-        (ROUTED, 48 + 2 * 96 + 24, 48 + 6 * 96 + 24),
-        (ROUTED | {"expert_model_parallel_size": 3}, 48 + 2 * 96 + 24, 48 + 2 * 96 + 24),
-        (ROUTED | {"moe_latent_size": 2}, 48 + 2 * 48 + 24 + 16, 48 + 6 * 48 + 24 + 16),
+        (ROUTED, "a", (48 + 2 * 96 + 24, 4, 4, 48 + 6 * 96 + 24)),
+        (ROUTED | {"expert_model_parallel_size": 3}, "a", (264, 4, 4, 48 + 2 * 96 + 24)),
+        (ROUTED | {"moe_latent_size": 2}, "a", (184, 4, 4, 48 + 6 * 48 + 24 + 16)),
+        (TINY, "V", (40, 0, 0, 40)),
+        # The last layer again for each depth, a projection of twice the size, the output layer.
+        (DEPTHS, "V", (40 + 2 * (264 + 32 + 40), 8, 8, 40 + 2 * (648 + 32 + 40))),
     ],
-    ids=("dense", "ungrouped", "experts", "spread", "latent"),
 )
-def test_two_layers_and_an_output_layer_by_hand(
-    config: dict[str, Any], token: int, read: int
-) -> None:
-    """Each layer of `TINY` has 48 weights of attention, 96 of the feed-forward layer; the output
-    layer has 40."""
-    made = first_guess(config)
-    assert total(made)[::3] == (2 * token + 40, 2 * read + 40)
-    assert made.quadratic == pytest.approx(0.5 * 16 / (2 * token + 40))
-    assert (made.per_micro_batch, made.backward_ratio) == (
-        pytest.approx(256 * (2 * read + 40) / (2 * token + 40)),
-        2,
-    )
+def test_layers_by_hand(config: dict[str, Any], letter: str, costs: tuple[float, ...]) -> None:
+    assert letters(first_guess(config))[letter] == costs
 
 
-def test_recomputation_depths_and_windows() -> None:
+def test_a_model_by_hand() -> None:
+    """Two layers and the output layer, relative to a token's work."""
+    made = first_guess(ROUTED)
+    assert made.quadratic == pytest.approx(2 * 4 / (2 * 264 + 40))
+    assert made.per_micro_batch == pytest.approx(256 * (2 * 648 + 40) / (2 * 264 + 40))
+    assert made.backward_ratio == 2
     assert first_guess(TINY | {"recompute_granularity": "full"}).backward_ratio == 3
-    # The last layer again for each depth, a projection of twice the size, and the output layer.
-    assert letters(first_guess(DEPTHS))["V"][0] == 40 + 2 * (48 + 2 * 96 + 24 + 2 * 16 + 40)
     assert first_guess(TINY | {"window_size": (7, 0)}).window == 8
     assert first_guess(TINY | {"sliding_window": 9, "use_sliding_window": False}).window is None
 
@@ -289,8 +270,6 @@ def test_a_hybrid_pattern_cuts_itself() -> None:
     assert letters(sparse)["D"] == letters(depth)["*"]
     heads = {"mamba_num_heads": None, "mamba_head_dim": None}
     assert letters(first_guess(config | heads))["M"] == letters(depth)["M"]
-    with pytest.raises(ConfigError, match="'X'"):
-        first_guess(config | {"hybrid_override_pattern": "MX"})
 
 
 def test_equal_stages_have_one_cost() -> None:
@@ -300,15 +279,6 @@ def test_equal_stages_have_one_cost() -> None:
     assert [share for ((share, _),) in stages(uneven, 2)] == [0.75, 1.25]
     # Cut for other stages than these, layers are cut evenly.
     assert stages(uneven, 4) == []
-
-
-@pytest.mark.parametrize("missing", ["hidden_size", "num_attention_heads", "intermediate_size"])
-def test_a_config_without_a_size_is_refused_by_name(missing: str) -> None:
-    with pytest.raises(ConfigError, match=missing):
-        first_guess(TINY | {missing: None})
-    assert config_of_json(json.dumps({"text_config": TINY})).items() >= TINY.items()
-    with pytest.raises(ConfigError, match="must have weights"):
-        cost_model("a", {"a": LayerCost()})
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from mcore_batching.planning import (
     plan_step,
 )
 from mcore_batching.planning.config import CHOICES
-from mcore_batching.planning.costs.layers_of import config_of_json
+from mcore_batching.planning.costs import layers_of
 from mcore_batching.planning.errors import named, shortened
 from mcore_batching.planning.forest import forest_of_groups
 from mcore_batching.planning.plans.memory import ModelShape
@@ -64,7 +64,7 @@ def schedule(forward_only: bool, *, interleaved: bool) -> Schedule:
 
 def shape(**changes: Any) -> ModelShape:
     """The shape in a model's config with these sizes."""
-    return ModelShape.of(config_of_json(json.dumps(MODEL | changes)))
+    return ModelShape.of(layers_of.config_of_json(json.dumps(MODEL | changes)))
 
 
 def costs(layers: object, *each: object) -> CostModel:
@@ -124,9 +124,6 @@ REFUSALS = {
     "(--dynamic-batch-plan-effort 1500) is too much for 1000000 samples in a step; "
     + EFFORT.format(200),
     "plan(plan_effort=10**12)": f"ConfigError: … for 2 samples … {EFFORT.format(10**8)}",
-    "plan_batch([3] * 4, ONE, config(plan_effort=10**8), samples_per_step=3)": (
-        "ConfigError: … for 3 samples in a step…"
-    ),
     "plan([5] * 4, forest=FOREST, plan_effort=10**9)": "ConfigError: plan_effort…",
     # No room for a token; a placeholder goes on one rank, although two ranks have room for one.
     "plan([], DEEP, max_tokens_per_gpu=7, pad_total_to=16)": LEAST,
@@ -209,6 +206,12 @@ REFUSALS = {
     "shape(num_key_value_heads=[1])": "ConfigError: num_key_value_heads must be an integer…",
     "shape(num_hidden_layers=0)": "ConfigError: … has no num_layers or … of 1 or more; add it",
     "shape(hidden_size=-4)": "ConfigError: hidden_size must be 1 or more, got -4…",
+    **{
+        f"first_guess(MODEL | {{'{name}': None}})": f"ConfigError: … has no …{name}… of 1 or more…"
+        for name in NAMES
+    },
+    "first_guess(MODEL | {'hybrid_layer_pattern': 'MX'})": "ConfigError: … has no layers 'X'; …",
+    "cost_model('a', {'a': LayerCost()})": "ConfigError: a model's layers must have weights; …",
     # Groups of samples: uids have an order and are told apart, also from padding.
     **{f"group_steps(['a', {uid}], 1)": UID for uid in ("None", "['a']", "('a', ['b'])", "{}")},
     **{
@@ -243,6 +246,11 @@ REFUSALS = {
         f"plan({lengths}, forest=FOREST)": OTHER_FOREST
         for lengths in ("[5] * 5", "[5] * 3", "[5, 5, 5, 4]", "[]")
     },
+    # Steps of a plan belong together.
+    "Plan(steps=(), num_samples=0)": "LengthError: a plan needs one step or more…",
+    "Plan(steps=(SECOND, dataclasses.replace(SECOND, scope='local')), num_samples=4)": (
+        "LengthError: step 1 has other dims…"
+    ),
     # Other lengths than a plan's; a count below what is packed.
     "step_statistics(SECOND, [3, 7])": HAS_NOT,
     "predicted_step_time(SECOND, [3, 7])": HAS_NOT,
@@ -252,7 +260,7 @@ REFUSALS = {
 """Calls and their errors; `…` stands for any text."""
 
 
-CALLED = vars(math) | vars(planning) | vars(clock) | vars(local)
+CALLED = vars(math) | vars(planning) | vars(clock) | vars(local) | vars(layers_of)
 
 
 @pytest.mark.parametrize("call", REFUSALS)
@@ -261,7 +269,7 @@ def test_refused(call: str) -> None:
         eval(call, CALLED | globals())
     error, text = caught.value, REFUSALS[call]
     assert re.fullmatch(re.escape(text).replace("…", ".*"), f"{type(error).__name__}: {error}")
-    sample = re.search(r"sample (\d) (?:has|must)", str(error))
+    sample = re.search(r"(?:sample|step) (\d) (?:has|must)", str(error))
     assert getattr(error, "index", None) == (int(sample[1]) if sample else None)
 
 
