@@ -34,7 +34,6 @@ from mcore_batching.planning import (
     predicted_step_time,
 )
 from mcore_batching.planning.local import fill_local, pack_local
-from mcore_batching.planning.packing.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.placement import largest_first, place
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=10)
@@ -74,26 +73,6 @@ def test_steps_end_soon_beside_the_plan_that_is_searched(
         searched = plan_step(lengths, dims, config)
         ratios.append(predicted_step_time(rule, lengths) / predicted_step_time(searched, lengths))
     assert mean(ratios) < most, ratios
-
-
-def _packed(lengths: list[int], cap: int, packing: Any) -> list[list[int]]:
-    config = PlannerConfig(max_tokens_per_gpu=cap, packing=packing)
-    return pack_local(Problem.of(lengths, ParallelDims(), config))
-
-
-@examples(150)
-@given(st.lists(st.integers(0, 20), max_size=12))
-@example([4, 7, 9, 10, 6, 4])  # in order takes fewer
-@example([6, 6, 3, 2, 3])  # as many
-def test_packing_takes_the_rule_that_needs_fewer_and_decreasing_on_a_tie(
-    lengths: list[int],
-) -> None:
-    auto, decreasing, in_order = (
-        _packed(lengths, 20, rule) for rule in ("auto", "first-fit-decreasing", "first-fit")
-    )
-    assert auto == min(decreasing, in_order, key=len)
-    in_order_of_index = [sorted(samples) for samples in first_fit([max(n, 1) for n in lengths], 20)]
-    assert in_order == in_order_of_index
 
 
 EVEN = [5, 4, 3, 3, 3, 1], [[0, 1, 2, 3, 4], [5]], {"max_tokens_per_gpu": 100}
@@ -163,11 +142,6 @@ def test_filling(
     assert fill_local(problem, packed, count) == expected
 
 
-def test_oversize_samples_come_last_and_alone() -> None:
-    packed = pack_local(Problem.of([12, 4, 30, 6, 10], ParallelDims(), CONFIG))
-    assert packed == [[4], [1, 3], [0], [2]]
-
-
 def test_splitting_many_samples_stays_fast() -> None:
     """20,000 samples of one micro-batch are split down to single ones within a test."""
     lengths = [1 + index % 7 for index in range(20_000)]
@@ -202,9 +176,7 @@ def test_in_lockstep_the_slot_with_the_largest_micro_batch_comes_first_on_all_ra
     assert largest_first(problem, ranks) == expected
 
 
-def scan(
-    sizes: list[int], capacity: int, order: list[int], most: int | None = None
-) -> list[list[int]]:
+def scan(sizes: list[int], capacity: int, order: list[int], most: int | None) -> list[list[int]]:
     bins: list[list[int]] = []
     free: list[int] = []
     for item in order:
@@ -219,20 +191,33 @@ def scan(
     return bins
 
 
+PERCENT = st.integers(0, 105) | st.integers(0, 10) | st.integers(33, 50)
+
+
 @examples(500)
-@given(st.sampled_from([1, 7, 20, 100, 1000]), st.none() | st.integers(1, 9), st.data())
-def test_both_rules_are_bin_for_bin_the_scan(
-    capacity: int, most: int | None, data: st.DataObject
+@given(
+    st.sampled_from([1, 7, 20, 100, 1000]),
+    st.sampled_from([None, 1, 2, 3, 9]),
+    st.integers(0, 120).flatmap(lambda count: st.lists(PERCENT, min_size=count, max_size=count)),
+)
+@example(20, None, [20, 35, 45, 50, 30, 20])  # in order takes fewer
+def test_packing_is_bin_for_bin_the_scan(
+    capacity: int, most: int | None, percents: list[int]
 ) -> None:
-    ranges = (0, capacity), (0, max(1, capacity // 10)), (capacity // 3, capacity // 2)
-    sizes = data.draw(
-        st.lists(st.one_of(map(st.integers, *zip(*ranges, strict=True))), max_size=120)
-    )
-    order = list(range(len(sizes)))
-    assert first_fit(sizes, capacity, max_items=most) == scan(sizes, capacity, order, most)
+    """By either rule, or the one that needs fewer, decreasing on a tie; those over the cap last."""
+    lengths = [capacity * percent // 100 for percent in percents]
+    sizes = [max(1, length) for length in lengths]
+    oversize = [[i] for i, size in enumerate(sizes) if size > capacity]
+    order = [i for i, size in enumerate(sizes) if size <= capacity]
+    expected = {"first-fit": scan(sizes, capacity, order, most)}
     order.sort(key=lambda index: (-sizes[index], index))
-    found = first_fit_decreasing(sizes, capacity, max_items=most)
-    assert found == scan(sizes, capacity, order, most)
+    expected["first-fit-decreasing"] = scan(sizes, capacity, order, most)
+    expected["auto"] = min(expected["first-fit-decreasing"], expected["first-fit"], key=len)
+    for rule, bins in expected.items():
+        options: Any = {"packing": rule, "max_samples_per_row": most}
+        config = PlannerConfig(max_tokens_per_gpu=capacity, **options)
+        packed = pack_local(Problem.of(lengths, ParallelDims(), config))
+        assert packed == [*map(sorted, bins), *oversize]
 
 
 def fewest_bins(sizes: list[int], capacity: int) -> int:
