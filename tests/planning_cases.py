@@ -72,30 +72,19 @@ class Case:
     owners: list[int] | None
 
 
-def alignment(dims: ParallelDims) -> int:
-    """Tokens that context and sequence parallelism cut a sample or a row into multiples of."""
-    context = 2 * dims.context_parallel if dims.context_parallel > 1 else 1
-    return context * (dims.tensor_parallel if dims.sequence_parallel else 1)
-
-
-def sample_multiple(dims: ParallelDims, config: PlannerConfig) -> int:
-    return math.lcm(alignment(dims), config.pad_each_to or 1)
-
-
-def row_multiple(dims: ParallelDims, config: PlannerConfig) -> int:
-    return math.lcm(alignment(dims), config.pad_total_to or 1)
-
-
 def row_tokens(samples: Sequence[int], lengths: Sequence[int], step: StepPlan) -> int:
     """Padded tokens of a micro-batch, by counting up."""
-    each = sample_multiple(step.dims, step.config)
+    dims, config = step.dims, step.config
+    alignment = 2 * dims.context_parallel if dims.context_parallel > 1 else 1
+    alignment *= dims.tensor_parallel if dims.sequence_parallel else 1
+    each = math.lcm(alignment, config.pad_each_to or 1)
     total = 0
     for sample in samples:
         padded = each
         while padded < lengths[sample]:
             padded += each
         total += padded
-    row = row_multiple(step.dims, step.config)
+    row = math.lcm(alignment, config.pad_total_to or 1)
     return math.ceil(total / row) * row
 
 

@@ -33,7 +33,6 @@ from mcore_batching.planning.forest import (
     forest_of_groups,
     parts_of,
 )
-from mcore_batching.planning.worker import PlanRequest
 
 PP2 = ParallelDims(data_parallel=2, pipeline_parallel=2)
 CONFIG = PlannerConfig(max_tokens_per_gpu=64, on_oversize="own-bin", plan_effort=10)
@@ -186,6 +185,8 @@ def test_a_group_is_planned_as_one_where_that_ends_sooner() -> None:
     (step,) = plan.steps
     found = step_statistics(step, lengths)
     assert found.sample_tokens > 3 * found.real_tokens
+    # Numbers of other libraries count by value.
+    assert plan_batch(*given, groups=list(map(Integer, groups)), prompts=prompts) == plan
     apart = plan_step(*given)
     assert predicted_step_time(step, lengths) < 0.5 * predicted_step_time(apart, lengths)
     # Step by step, each with its own samples' numbers.
@@ -196,59 +197,36 @@ def test_a_group_is_planned_as_one_where_that_ends_sooner() -> None:
         assert {i for tree in cut.steps[1].trees for i in tree.samples} == set(range(16, 32))
 
 
-def test_a_request_with_a_forest_is_planned_by_it() -> None:
-    groups: dict[str, Any] = {"prompts": [15] * 3 + [4], "groups": list("aaab")}
-    forest = forest_of_groups([20, 21, 22, 9], **groups)
-    (expected,) = plan_batch(forest.lengths, ParallelDims(), CONFIG, MODEL, **groups).steps
-    assert [tree.samples for tree in expected.trees] == [(0, 1, 2)]
-    request = PlanRequest(forest.lengths, ParallelDims(), CONFIG, MODEL, forest=forest)
-    assert request.read(request.plan()) == expected
-    assert replace(request, forest=None).read(request.plan()) == expected
+UIDS = st.integers(0, 9) | st.sampled_from(["a", "b", ("c", 1)])
 
 
 @examples(300)
-@given(
-    st.lists(st.integers(0, 9) | st.sampled_from(["a", "b", ("c", 1)]), max_size=40),
-    st.integers(1, 5),
-)
+@given(st.lists(st.tuples(UIDS, st.booleans()), max_size=40), st.integers(1, 5))
 def test_steps_hold_so_many_whole_groups_in_order_of_first_appearance(
-    groups: list[object], per_step: int
+    samples: list[tuple[Any, bool]], per_step: int
 ) -> None:
-    steps = group_steps(groups, per_step)
-    assert sorted(sample for step in steps for sample in step) == list(range(len(groups)))
+    """Padding samples are nobody's group: they need no uid, nor their tags be booleans."""
+    padding = [int(is_padding) or None for _, is_padding in samples]
+    # Numbers of other libraries count by value.
+    groups = [
+        None if is_padding else Integer(uid) if isinstance(uid, int) and index % 2 else uid
+        for index, (uid, is_padding) in enumerate(samples)
+    ]
+    steps = group_steps(groups, per_step, is_padding=padding)
+    kept = [index for index, (_, is_padding) in enumerate(samples) if not is_padding]
+    assert sorted(sample for step in steps for sample in step) == kept
     assert all(step == sorted(step) for step in steps)
-    order = list(dict.fromkeys(groups))
+    order = list(dict.fromkeys(samples[index][0] for index in kept))
     for index, step in enumerate(steps):
         # Exactly the next groups in line, so none is split and none is out of its turn.
         expected = order[index * per_step : (index + 1) * per_step]
-        assert {groups[sample] for sample in step} == set(expected)
+        assert {samples[sample][0] for sample in step} == set(expected)
     assert len(steps) == -(-len(order) // per_step)
     # Groups left over are a step of their own, are dropped or are an error.
-    if len(order) % per_step:
-        assert group_steps(groups, per_step, last="drop") == steps[:-1]
-        with pytest.raises(LengthError, match=r"over in steps of .*; set groups_per"):
-            group_steps(groups, per_step, last="error")
-    else:
-        assert group_steps(groups, per_step, last="drop") == steps
-        assert group_steps(groups, per_step, last="error") == steps
-
-
-def test_numbers_of_other_libraries_count_by_value() -> None:
-    assert group_steps([Integer(4), Integer(7), Integer(4)], 1) == [[0, 2], [1]]
-    assert group_steps([4, Integer(4)], 1) == [[0, 1]]
-    given = [20, 20], ParallelDims(), PlannerConfig(max_tokens_per_gpu=40)
-    shared = plan_batch(*given, groups=[4, 4], prompts=[15, 15])
-    assert shared.steps[0].trees
-    assert plan_batch(*given, groups=[Integer(4), Integer(4)], prompts=[15, 15]) == shared
-
-
-def test_padding_samples_are_nobodys_group() -> None:
-    """Each was a group of its own: 41 samples, padded to 48, took more optimizer steps."""
-    groups = [f"prompt {i // 5}" for i in range(41)] + [f"padding-{i}" for i in range(7)]
-    is_padding = [False] * 41 + [True] * 7
-    assert len(group_steps(groups, 3)) == 6
-    steps = group_steps(groups, 3, is_padding=is_padding)
-    assert steps == group_steps(groups[:41], 3)
-    assert len(steps) == 3
-    # Nor need they have a uid, nor the tags be booleans.
-    assert group_steps([None, 5], 1, is_padding=[1, None]) == [[1]]
+    whole = steps[:-1] if len(order) % per_step else steps
+    assert group_steps(groups, per_step, last="drop", is_padding=padding) == whole
+    if whole == steps:
+        assert group_steps(groups, per_step, last="error", is_padding=padding) == steps
+        return
+    with pytest.raises(LengthError, match=r"over in steps of .*; set groups_per"):
+        group_steps(groups, per_step, last="error", is_padding=padding)

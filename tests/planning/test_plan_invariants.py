@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given
-from hypothesis import strategies as st
 from kit.patience import patience
 from planning_cases import (
     Case,
@@ -28,9 +27,7 @@ from planning_cases import (
     examples,
     least_count,
     planned,
-    row_multiple,
     row_tokens,
-    sample_multiple,
 )
 
 from mcore_batching.planning import (
@@ -43,14 +40,9 @@ from mcore_batching.planning import (
     pack_local,
     plan_batch,
     plan_step,
-    row_multiple_tokens,
-    sample_multiple_tokens,
 )
 from mcore_batching.planning.config import (
-    padded_row_tokens,
     padded_sample_tokens,
-    placeholder_tokens,
-    row_capacity_tokens,
 )
 from mcore_batching.planning.plans.validation import validate_plan
 from mcore_batching.tools.explain import explain
@@ -171,28 +163,6 @@ def test_oversize_samples_are_refused_by_name(case: Case) -> None:
         )
 
 
-@examples(100)
-@given(cases(), st.integers(0, 2000))
-def test_padded_sizes_are_the_least_multiples_and_fill_rows_up_to_their_capacity(
-    case: Case, length: int
-) -> None:
-    dims, config = case.dims, case.config
-    each, row = sample_multiple(dims, config), row_multiple(dims, config)
-    assert sample_multiple_tokens(dims, config) == each
-    assert row_multiple_tokens(dims, config) == row
-    padded = padded_sample_tokens(length, dims, config)
-    assert padded % each == 0
-    assert padded - each < max(length, 1) <= padded
-    total = padded_row_tokens(padded, dims, config)
-    assert total % row == 0
-    assert total - row < padded <= total
-    assert placeholder_tokens(dims, config) == -(-each // row) * row
-    # A row's capacity admits exactly the rows under the cap.
-    cap = config.max_tokens_per_gpu * dims.context_parallel
-    fits = padded_row_tokens(length, dims, config) <= cap
-    assert fits == (length <= row_capacity_tokens(dims, config))
-
-
 DIGESTS = """
 import random
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem, plan_batch
@@ -244,12 +214,7 @@ def digests(python: str, hash_seed: str) -> list[str]:
 
 def runs(python: str) -> bool:
     """Whether there is such an interpreter; a version manager's shim may stand for none."""
-    if shutil.which(python) is None:
-        return False
-    return (
-        subprocess.run([python, "-c", ""], capture_output=True, timeout=patience(60)).returncode
-        == 0
-    )
+    return bool(shutil.which(python)) and subprocess.call([python, "-c", ""]) == 0
 
 
 def test_deterministic_over_hash_seeds_and_python_versions() -> None:

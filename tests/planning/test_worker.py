@@ -18,7 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_batching import CostModel, ParallelDims, PlannerConfig, PlanningError
-from mcore_batching.planning import OversizeSampleError, PlanFormatError, StepPlan, worker
+from mcore_batching.planning import (
+    OversizeSampleError,
+    PlanFormatError,
+    StepPlan,
+    plan_step,
+    worker,
+)
+from mcore_batching.planning.forest import forest_of_groups
 from mcore_batching.planning.worker import (
     MOST_FAILURES,
     PlanningWorker,
@@ -36,6 +43,7 @@ REQUEST = PlanRequest(
 )
 BYTES = REQUEST.plan()
 PLAN = REQUEST.read(BYTES)
+FOREST = forest_of_groups([20] * 8, [15] * 8, "aaaabbbb")
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 60.0
 
@@ -75,6 +83,7 @@ def test_its_plans_are_those_made_in_line(planner: PlanningWorker) -> None:
         dataclasses.replace(REQUEST, forward_only=True),
         dataclasses.replace(REQUEST, config=shared),
         dataclasses.replace(REQUEST, lengths=()),
+        dataclasses.replace(REQUEST, lengths=(20,) * 8, dims=ParallelDims(), forest=FOREST),
         # A request and a plan are larger than a pipe's buffer.
         PlanRequest(
             tuple(100_000 + number % 9973 for number in range(30_000)),
@@ -87,7 +96,10 @@ def test_its_plans_are_those_made_in_line(planner: PlanningWorker) -> None:
     for ticket, request in zip(tickets, requests, strict=True):
         assert ticket.wait(LIMIT_SECONDS)
         plan = plan_of(ticket)
-        assert plan == request.read(request.plan())
+        given = request.lengths, request.dims, request.config, request.cost_model
+        named = {"forward_only": request.forward_only, "forest": request.forest}
+        assert plan == request.read(request.plan()) == plan_step(*given, **named)
+        assert bool(plan.trees) == (request.forest is FOREST)
         assert (plan.cost_model, plan.forward_only) == (request.cost_model, request.forward_only)
     assert planner.complaint() is None
 
