@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 from benchmark_cases import PP4, SOLVERS, parser_of
 from kit.harness import Job, results, run_jobs
 
-from mcore_batching.batch import DEFAULT_SCHEMA, token_mean
+from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.prefix_tree import hashes_of_beginnings
 from mcore_batching.planning import CostModel, PlannerConfig, StepPlan, plan_step, step_statistics
@@ -146,52 +145,36 @@ def trained(trajectories: Trajectories, repeats: int) -> list[tuple[str, ...]]:
 def train(trajectories: Trajectories, repeats: int) -> list[list[str]]:
     """Training steps on turns apart and sharing tokens, from the same weights: a job."""
     from bootstrap import build_model
-    from kit.model import adam, arguments, counted_tokens, named_parameters, transformer_config
-    from kit.samples import VOCABULARY
+    from kit.model import adam, arguments, counted_tokens, transformer_config
+    from kit.objective import packed_objective
+    from kit.samples import VOCABULARY, rollout_of
 
     from mcore_batching.megatron import get_data_iterator, train_step
     from mcore_batching.planning import ParallelDims
 
-    model = build_model(
-        transformer_config("dense", hidden_size=64, ffn_hidden_size=256),
-        vocab_size=VOCABULARY,
-        max_sequence_length=CAP // SHORTER,
-    )
-    before = [parameter.detach().clone() for _, parameter in named_parameters(model)]
-    data = {
-        "tokens": [tokens % VOCABULARY for tokens in turns(trajectories, SYSTEM // SHORTER)],
-        "response_lengths": [response for each in trajectories for _, response in each],
-    }
-    data["total_lengths"] = [len(tokens) for tokens in data["tokens"]]
-    data["advantages"] = [torch.full((n,), float(torch.rand(1))) for n in data["response_lengths"]]
+    data = rollout_of([(sum(turn), turn[1]) for each in trajectories for turn in each])
+    data["tokens"] = [tokens % VOCABULARY for tokens in turns(trajectories, SYSTEM // SHORTER)]
+    config = transformer_config("dense", hidden_size=64, ffn_hidden_size=256)
+    longest = CAP // SHORTER
     seconds: dict[bool, list[float]] = {False: [], True: []}
     rows = {}
     for shares in [*seconds] * repeats:
-        cap = {"max_tokens_per_gpu": CAP // SHORTER, "dynamic_batch_share_prefixes": shares}
+        torch.manual_seed(0)
+        model = build_model(config, vocab_size=VOCABULARY, max_sequence_length=longest)
+        cap = {"max_tokens_per_gpu": longest, "dynamic_batch_share_prefixes": shares}
         args = arguments(ParallelDims(), **cap)
         planned = get_data_iterator(args, model, data)
         optimizer = adam(model, distributed=False)
         with counted_tokens(model) as seen:
             started = time.process_time()
-            done = train_step(_policy_loss, args, model, *planned, optimizer)
+            done = train_step(packed_objective, args, model, *planned, optimizer)
             seconds[shares].append(time.process_time() - started)
-        with torch.no_grad():
-            for (_, parameter), value in zip(named_parameters(model), before, strict=True):
-                parameter.copy_(value)
         rows[shares] = [
             *("shared" if shares else "apart", f"{len(data['tokens'])}", f"{sum(seen):,}"),
             *(f"{planned[1][0]}", f"{statistics.median(seconds[shares]):.2f} s"),
             f"{done.grad_norm:.6f}",
         ]
     return [*rows.values()]
-
-
-def _policy_loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
-    from mcore_batching.megatron import response_log_probs
-
-    log_probs = response_log_probs(logits, row)
-    values = [-a.to(p) * p for a, p in zip(row["advantages"], log_probs, strict=True)]
-    return token_mean(values, row, totals), {}
 
 
 def main() -> None:
