@@ -162,47 +162,32 @@ def test_scripts_are_refused_before_the_first_step(
     assert REFUSAL not in outcomes[f"{name} False {what}"]
 
 
-def launched(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "mcore_batching.run", str(script), *arguments],
+SCRIPT = """
+import sys
+print([name for name in sys.modules if name.split(".")[0] in ("torch", "megatron")])
+import beside
+print(__name__, *sys.argv, beside.VALUE)
+import atexit, torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+atexit.register(lambda: print("left behind:", dist.is_initialized()))
+"""
+
+
+def test_the_launcher_runs_a_script_as_by_itself_and_ends_its_process_group(tmp_path: Path) -> None:
+    """torch is not even imported. gloo's threads, which hold tensors, may abort the process while
+    Python shuts down."""
+    (tmp_path / "beside.py").write_text("VALUE = 7\n")
+    script, store = tmp_path / "script.py", str(tmp_path / "store")
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "mcore_batching.run", str(script), store, "-n"],
         env={key: value for key, value in os.environ.items() if key != "MCORE_BATCHING_CPU"},
         capture_output=True,
         text=True,
         timeout=patience(200),
     )
-
-
-def test_the_launcher_runs_a_script_as_if_it_were_started_by_itself(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("VALUE = 7\n")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\n"
-        "loaded = [name for name in sys.modules if name.split('.')[0] in ('torch', 'megatron')]\n"
-        "import beside\n"
-        "print(__name__, sys.argv, beside.VALUE, loaded)\n"
-    )
-    done = launched(script, "--num-layers", "4")
     assert done.returncode == 0, done.stderr
-    assert (
-        done.stdout.split()
-        == (
-            f"__main__ ['{script}', '--num-layers', '4'] 7 []"  # torch is not even imported
-        ).split()
-    )
-
-
-def test_the_launcher_ends_a_process_group_that_the_script_leaves(tmp_path: Path) -> None:
-    """Else gloo's threads, which hold tensors, may abort the process while Python shuts down."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import atexit, torch.distributed as dist\n"
-        f"dist.init_process_group('gloo', init_method='file://{tmp_path / 'store'}',\n"
-        "                        rank=0, world_size=1)\n"
-        "atexit.register(lambda: print('left behind:', dist.is_initialized()))\n"
-    )
-    done = launched(script)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "left behind: False\n"
+    assert done.stdout == f"[]\n__main__ {script} {store} -n 7\nleft behind: False\n"
 
 
 @pytest.mark.parametrize(

@@ -245,10 +245,6 @@ def test_the_contract_of_shared_rows_holds(ranks: int, data: st.DataObject) -> N
     assert sorted(itertools.chain(*rows)) == [10 + i for i in range(len(lengths))]
 
 
-def test_too_few_samples_are_shared_by_all_ranks() -> None:
-    assert scheduled([50], 4) == [[[10]] * 4]
-
-
 def load_plugin() -> Any:
     """As verl loads it: an import."""
     sys.modules.pop(PLUGIN, None)

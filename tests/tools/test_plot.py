@@ -64,7 +64,11 @@ SHARES = PlannerConfig(max_tokens_per_gpu=60, max_context_parallel=4, plan_effor
 
 
 @given(case=cases(dynamic=True))
-@example(Case([5, 5, 70, 130], ParallelDims(data_parallel=4, pipeline_parallel=2), SHARES, None))
+@example(
+    Case(
+        [40] * 6 + [110, 110, 200], ParallelDims(data_parallel=4, pipeline_parallel=2), SHARES, None
+    )
+)
 @examples(100)
 def test_every_pass_has_its_box_and_the_last_one_ends_at_the_predicted_step_time(
     case: Case,

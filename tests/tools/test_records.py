@@ -286,33 +286,27 @@ def test_a_job_without_times(
     assert printed in capsys.readouterr().out
 
 
-def test_jobs_of_different_layouts_are_replayed_apart(
+def test_steps_of_other_layouts_options_and_costs_are_replayed_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one folder; the second takes half the time for a unit."""
-    for name, dims, factor in (("a", DIMS, 2e-3), ("b", ParallelDims(data_parallel=8), 1e-3)):
-        steps = [step_of(number, dims) for number in range(2)]
-        recorded(tmp_path / name, *((plan, own, factor * end, None) for plan, own, end in steps))
-        the_file(tmp_path / name).rename(tmp_path / f"{name}.jsonl")
+    """Jobs in one folder; a unit takes half the time in each than in the one before."""
+    dp8, smaller = ParallelDims(data_parallel=8), replace(CONFIG, max_tokens_per_gpu=950)
+    jobs = {
+        "2 recorded steps, DP2 x PP4, cap 1000": (DIMS, CONFIG, COSTS),
+        "data_parallel=8 (--dp 8), pipeline_parallel=1 (--pp 1)": (dp8, CONFIG, COSTS),
+        "max_tokens_per_gpu=950 (--max-tokens-per-gpu 950)": (dp8, smaller, COSTS),
+        "linear=2.0": (dp8, smaller, replace(COSTS, linear=2.0)),
+        "data_parallel=2 (--dp 2), pipeline_parallel=4 (--pp 4), max_tokens_per_gpu=1000 "
+        "(--max-tokens-per-gpu 1000), linear=1.0": (DIMS, CONFIG, COSTS),
+    }
+    for job, settings in enumerate(jobs.values()):
+        steps = [step_of(number, *settings) for number in range(2)]
+        folder = tmp_path / str(job)
+        recorded(folder, *((plan, own, 8e-3 / 2**job * end, None) for plan, own, end in steps))
+        the_file(folder).rename(tmp_path / f"{job}.jsonl")
     assert main(["replay", str(tmp_path)]) == 0
-    blocks = capsys.readouterr().out.split(
-        "\nthen with data_parallel=8 (--dp 8), pipeline_parallel=1 (--pp 1)\n"
-    )
-    for block, (dims_, unit) in zip(blocks, [("DP2 x PP4", 2e-3), ("DP8", 1e-3)], strict=True):
-        assert block.startswith(f"2 recorded steps, {dims_}, cap 1000 tokens\n")
-        assert f"a unit of cost took {unit:.3e} s (median)" in block
+    blocks = capsys.readouterr().out.split("\nthen with ")
+    for job, (block, begins) in enumerate(zip(blocks, jobs, strict=True)):
+        assert block.startswith(begins + ("\n2 recorded steps, " if job else " tokens\n"))
+        assert f"a unit of cost took {8e-3 / 2**job:.3e} s (median)" in block
         assert "off by 0.0% on average, 0.0% at worst" in block
-
-
-def test_steps_part_where_options_or_costs_change(tmp_path: Path) -> None:
-    smaller, costs = replace(CONFIG, max_tokens_per_gpu=950), replace(COSTS, linear=2.0)
-    settings = ((CONFIG, COSTS), (smaller, COSTS), (smaller, costs), (CONFIG, COSTS))
-    steps = [step_of(0, DIMS, *setting) for setting in settings]
-    records = recorded(tmp_path, *((plan, lengths, None, None) for plan, lengths, _ in steps))
-    found = by_setting(replay(records))
-    assert [len(steps) for _, steps in found] == [1, 1, 1, 1]
-    assert [changed for changed, _ in found[1:]] == [
-        {"max_tokens_per_gpu": 950},
-        {"linear": 2.0},
-        {"max_tokens_per_gpu": 1000, "linear": 1.0},
-    ]

@@ -89,8 +89,6 @@ READS = {
     "check plan-pipe lengths.txt": (0, ""),
     "replay records-pipe": (0, ""),
     "check marked.json marked.txt": (0, ""),
-    f"plan marked.csv {CAP} --column n": (0, ""),
-    f"plan - {CAP} <marked.txt": (0, ""),
 }
 
 
