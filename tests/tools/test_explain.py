@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from planning_cases import SIX_LENGTHS as LENGTHS
 from planning_cases import SIX_SAMPLES as STEP
-from planning_cases import Case, plan_locally, planned
+from planning_cases import Case, planned
 
 from mcore_batching.planning import (
     CostModel,
@@ -29,26 +29,68 @@ MANY = [int(GENERATOR.lognormvariate(7, 0.8)) + 1 for _ in range(512)]
 
 DP2, DP4 = ParallelDims(data_parallel=2), ParallelDims(data_parallel=4)
 DP8 = ParallelDims(data_parallel=8, expert_parallel=8)
+VPP2 = ParallelDims(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
 IN_ORDER = replace(CONFIG, balance="none", packing="first-fit")
-SMALL = replace(CONFIG, max_tokens_per_gpu=1000)
-HELD_BACK_BY = {
-    "sample 64 (12000 tokens): its own way": Case([200] * 64 + [12000], PP4, CONFIG, None),
-    "rank 0: it ends 1.49 x": Case([1000] * 40, DP2, CONFIG, [0] * 30 + [1] * 10),
-    "slots with micro-batches that differ over ranks": Case(MANY, DP8, IN_ORDER, None),
-    "the cap of 1000 tokens: micro-batches are full": Case([1000] * 64, PP4, SMALL, None),
-    "the most samples that may share a m": Case(
+CAP_10, CAP_1000 = (replace(CONFIG, max_tokens_per_gpu=cap) for cap in (10, 1000))
+STAY = Case([10] * 7, VPP2, CAP_10, [1] * 6 + [0])
+FOREIGN = replace(STEP, micro_batches=(((0,), (1,), (3,)), ((2,), (4,), (5,))), num_microbatches=3)
+FREE = CostModel(per_micro_batch=0)
+
+
+def of_trees(lengths: list[int], prompts: list[int], groups: str) -> tuple[StepPlan, list[int]]:
+    config = replace(CONFIG, max_tokens_per_gpu=60)
+    forest = forest_of_groups(lengths, prompts, groups)
+    return plan_step(lengths, ParallelDims(), config, forest=forest), lengths
+
+
+TREES = of_trees([20, 30, 21, 22, 70], [4, 4, 20, 20, 4], "abccd")
+EXPLAINED: dict[str, Case | tuple[StepPlan, list[int]]] = {
+    "held back by: sample 64 (12000 tokens): its own way": Case(
+        [200] * 64 + [12000], PP4, CONFIG, None
+    ),
+    "held back by: rank 0: it ends 1.49 x": Case([1000] * 40, DP2, CONFIG, [0] * 30 + [1] * 10),
+    "held back by: slots with micro-batches that differ over ranks": Case(
+        MANY, DP8, IN_ORDER, None
+    ),
+    "held back by: the cap of 1000 tokens: micro-batches are full": Case(
+        [1000] * 64, PP4, CAP_1000, None
+    ),
+    "held back by: the most samples that may share a m": Case(
         [1000] * 8, PP4, replace(CONFIG, max_samples_per_row=1), None
     ),
-    "filling and draining 4 stages with ": Case(MANY, PP4, CONFIG, None),
-    "the work itself": Case(MANY, DP4, CONFIG, None),
+    "held back by: filling and draining 4 stages with ": Case(MANY, PP4, CONFIG, None),
+    "held back by: the work itself": Case(MANY, DP4, CONFIG, None),
+    "held back by: nothing": (plan_step([0, 0], ParallelDims(), CONFIG, FREE), [0, 0]),
+    "takes 5 micro-batches (no packing takes fewer than 5), 3 per rank; the interleaved schedule "
+    "with groups of 2 over 2 stages makes it 4": Case([10] * 5, VPP2, CAP_10, None),
+    "4 per rank; samples that stay on their rank take 6": STAY,
+    "no samples: one micro-batch per rank is the least": Case([], VPP2, CAP_10, None),
+    "2 per rank; 3 end the step sooner, less full": (FOREIGN, LENGTHS),
+    "2 per rank; this plan has 3": (
+        replace(FOREIGN, config=replace(CAP_10, balance="cost")),
+        LENGTHS,
+    ),
+    "predicted end of the forward passes": (
+        plan_step(LENGTHS, PP4, CONFIG, forward_only=True),
+        LENGTHS,
+    ),
+    "163 tokens of samples computed as 144: 1.1x fewer": TREES,
+    "longest: sample 4 (70 tokens), on rank 0": TREES,
+    "1 over 60 tokens: sample 4": TREES,
+    "longest: the tree of samples 1, 2 (24 tokens), on rank 0": of_trees(
+        [20, 21, 22], [4, 20, 20], "abb"
+    ),
 }
+"""What is said, and a plan of which it is."""
 
 
-@pytest.mark.parametrize("reason", HELD_BACK_BY)
-def test_what_holds_a_step_back(reason: str) -> None:
-    case = HELD_BACK_BY[reason]
-    text = explain(planned(case), case.lengths, advice_seconds=0)
-    assert f"held back by: {reason}" in text
+@pytest.mark.parametrize("text", EXPLAINED)
+def test_plans_in_words(text: str) -> None:
+    given = EXPLAINED[text]
+    step, lengths = (planned(given), given.lengths) if isinstance(given, Case) else given
+    assert text in explain(step, lengths, advice_seconds=0)
+    if given in (STAY, TREES):  # advice would plan samples for any rank, and what they share anew
+        assert "would help" not in explain(step, lengths)
 
 
 SHARED = "context_parallel=2 (--cp 2) and data_parallel=2 (--dp 2)"
@@ -119,17 +161,8 @@ def test_advice_takes_no_longer_than_it_may(
     assert (", as it would take longer than planning did: " in said) == bool(untried)
 
 
-def test_a_plan_for_forward_passes_is_explained_as_one() -> None:
-    step = plan_step(MANY, PP4, CONFIG, forward_only=True)
-    training = plan_step(MANY, PP4, CONFIG)
-    text = explain(step, MANY, advice_seconds=0)
-    assert "predicted end of the forward passes" in text
-    assert predicted_step_time(step, MANY) < 0.5 * predicted_step_time(training, MANY)
-    assert f"{predicted_step_time(step, MANY):.0f} token units" in text
-
-
-def test_explain_says_where_the_count_comes_from() -> None:
-    assert explain(STEP, LENGTHS) == (
+def test_the_whole_text() -> None:
+    text = (
         "6 samples on 2 data-parallel ranks: 2 micro-batches per rank\n"
         "  count: packing under the cap of 10 tokens takes 4 micro-batches "
         "(no packing takes fewer than 4), 2 per rank\n"
@@ -139,31 +172,11 @@ def test_explain_says_where_the_count_comes_from() -> None:
         "on the slowest stage or the longest sample's way through all stages; no plan ends sooner)"
         "; the first stage holds 14 tokens at most\n"
         "  held back by: the cap of 10 tokens: micro-batches are full, and starting them is 96% of "
-        "the work\n"
-        "  would help: max_tokens_per_gpu=20 (--max-tokens-per-gpu 20) (1.93 x as fast)"
+        "the work"
     )
-
-
-def test_explain_of_rounding_scopes_and_foreign_plans() -> None:
-    dims = ParallelDims(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
-    config = PlannerConfig(max_tokens_per_gpu=10)
-    lengths = [10] * 5
-    text = explain(plan_step(lengths, dims, config), lengths)
-    assert "takes 5 micro-batches" in text
-    assert "3 per rank; the interleaved schedule with groups of 2 over 2 stages makes it 4" in text
-    text = explain(plan_locally([10] * 7, dims, config, [1] * 6 + [0]), [10] * 7)
-    assert "4 per rank; samples that stay on their rank take 6" in text
-    assert "would help" not in text  # advice plans samples for any rank
-    none = explain(plan_step([], dims, config), [])
-    assert "no samples: one micro-batch per rank is the least" in none
-    free = plan_step([0, 0], ParallelDims(), CONFIG, CostModel(per_micro_batch=0))
-    assert "held back by: nothing" in explain(free, [0, 0])
-    foreign = replace(
-        STEP, micro_batches=(((0,), (1,), (3,)), ((2,), (4,), (5,))), num_microbatches=3
-    )
-    assert "2 per rank; 3 end the step sooner, less full" in explain(foreign, LENGTHS)
-    packed = replace(foreign, config=replace(foreign.config, balance="cost"))
-    assert "2 per rank; this plan has 3" in explain(packed, LENGTHS)
+    assert explain(STEP, LENGTHS, advice_seconds=0) == text
+    advice = "max_tokens_per_gpu=20 (--max-tokens-per-gpu 20) (1.93 x as fast)"
+    assert explain(STEP, LENGTHS) == f"{text}\n  would help: {advice}"
 
 
 @pytest.mark.parametrize(
@@ -183,23 +196,3 @@ def test_no_parallel_dims_are_tried_that_no_job_can_have(
     step = plan_step([3, 4, 5], dims, replace(CONFIG, plan_effort=1))
     found = {(each.data_parallel, each.pipeline_parallel) for _, each, _, _ in alternatives(step)}
     assert found - {(2, dims.pipeline_parallel)} == tried
-
-
-def test_trees_are_named_by_their_samples_and_advice_can_be_left_out() -> None:
-    lengths, config = [20, 30, 21, 22, 70], replace(CONFIG, max_tokens_per_gpu=60)
-    forest = forest_of_groups(lengths, [4, 4, 20, 20, 4], "abccd")
-    step = plan_step(lengths, ParallelDims(), config, forest=forest)
-    assert step.trees
-    text = explain(step, lengths)
-    assert text.startswith("5 samples on 1 data-parallel rank: ")
-    assert "163 tokens of samples computed as 144: 1.1x fewer" in text
-    assert "longest: sample 4 (70 tokens), on rank 0" in text
-    assert "1 over 60 tokens: sample 4" in text
-    assert "would help" not in text  # other settings would be planned without what samples share
-    lengths = [20, 21, 22]
-    forest = forest_of_groups(lengths, [4, 20, 20], "abb")
-    step = plan_step(lengths, ParallelDims(), config, forest=forest)
-    assert "longest: the tree of samples 1, 2 (24 tokens), on rank 0" in explain(step, lengths)
-    text, advised = explain(STEP, LENGTHS, advice_seconds=0), explain(STEP, LENGTHS)
-    assert advised.startswith(text + "\n  would help: ")
-    assert "would help" not in text
