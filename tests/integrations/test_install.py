@@ -67,57 +67,55 @@ EXPERTS = (
 PP2 = "--pipeline-model-parallel-size 2 "
 VPP2 = PP2 + "--num-virtual-stages-per-pipeline-rank 2 "
 DOCUMENTS = "--reset-attention-mask --reset-position-ids "
-OFF = {
-    "off": "--sft " + PP2,
-    "off, with a cap": "--max-tokens-per-gpu 64",
-    "exchange alone": "--dynamic-batch-exchange",
-    "several": "--use-dynamic-batch-size --iterations-to-skip 3 --logits-load-dir x",
-}
-"""By name: command lines without all that the others have."""
+FULL_VALIDATION = "--full-validation --multiple-validation-sets "
 ACCEPTED = {
-    "dense": "",
-    "interleaved": VPP2,
-    "experts": EXPERTS,
-    "exchange": "--dynamic-batch-exchange",
-    "hybrid": PP2 + "--hybrid-layer-pattern M*-|G*-|M*-|G*-",
-    "documents": DOCUMENTS,
-    "multi-token": "--mtp-num-layers 1",
-    "hybrid multi-token": "--hybrid-layer-pattern *-*-/*-",
-    "throughput": "--log-throughput",
-    "full validation of several sets": "--full-validation --multiple-validation-sets",
+    **dict.fromkeys(("--sft " + PP2, "--max-tokens-per-gpu 64"), ""),  # without the flag
+    **dict.fromkeys((ON, ON + VPP2, ON + EXPERTS, ON + "--dynamic-batch-exchange"), ""),
+    ON + PP2 + "--hybrid-layer-pattern M*-|G*-|M*-|G*-": "",
+    ON + "--hybrid-layer-pattern *-*-/*-": "",
+    ON + DOCUMENTS: "",
+    ON + "--mtp-num-layers 1": "",
+    ON + "--log-throughput": "",
+    ON + FULL_VALIDATION: "",
+    ON + "sequence_packing_scheduler=dp_balanced use_varlen_dataset=1": "",
+    ON + "--sft RANK=1": "",
+    ON + EXPERTS + "--moe-aux-loss-coeff 0.01": "z-losses are weighted by real tokens",
+    ON + "--sft": "losses are means over the trained tokens of all",
+    ON
+    + DOCUMENTS
+    + "--transformer-impl transformer_engine": "Transformer Engine ignores that mask",
 }
-MESSAGES = {
-    EXPERTS + "--moe-aux-loss-coeff 0.01": "z-losses are weighted by real tokens",
-    "--sft": "losses are means over the trained tokens of all",
-    DOCUMENTS + "--transformer-impl transformer_engine": "Transformer Engine ignores that mask",
-}
+"""Words beside `BASE`, and what rank 0 prints of them."""
+SEVERAL = "--use-dynamic-batch-size --iterations-to-skip 3 --logits-load-dir x"
 REFUSED = {
-    "--max-tokens-per-gpu 0": "(--max-tokens-per-gpu) must be",
-    "--dynamic-batch-plan-effort -1": "(--dynamic-batch-plan-effort) must",
-    "--dynamic-batch-cost-model /no": "--dynamic-batch-cost-model /no: ",
-    "--dynamic-batch-share-prefixes": "unset --dynamic-batch-share-prefixes",
-    "--full-validation": "without --multiple-validation-sets: unset it and set --eval-iters",
-    "--sft --full-validation --multiple-validation-sets": "TypeError in Megatron-LM itself beside",
-    "--dataloader-inter-document-masking": "set --reset-attention-mask and --reset-position-ids",
-    "--reset-attention-mask": "needs --reset-position-ids",
-    "--iterations-to-skip 3": "--iterations-to-skip draws batches of a",
-    "--logits-load-dir x": "unset --logits-load-dir",
-    "--num-layers 8 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
-    "--no-overlap-p2p-communication": "drop --no-overlap-p2p-communication",
-    "--perform-rl-step": "unset --perform-rl-step",
-    EXPERTS + "--moe-expert-rank-capacity-factor 1.0": "unset --moe-expert-rank-capacity-factor",
-    "--hybrid-context-parallel": "unset --hybrid-context-parallel",
-    "--reuse-grad-buf-for-mxfp8-param-ag --fp8-format e4m3": "unset --reuse-grad-buf-for-mxfp8-par",
+    "--dynamic-batch-exchange": "nothing alone: set --use-dynamic",
+    SEVERAL: "set --calculate-per-token-loss\n  - --use-dynamic-batch-size needs a cap",
+    ON + "modelopt_enabled=1": "ModelOpt expects rows of seq_length",
+    ON + "sequence_packing_scheduler=dp_balanced": "unset --sequence-packing-scheduler",
+    ON + "--max-tokens-per-gpu 0": "(--max-tokens-per-gpu) must be",
+    ON + "--dynamic-batch-plan-effort -1": "(--dynamic-batch-plan-effort) must",
+    ON + "--dynamic-batch-cost-model /no": "--dynamic-batch-cost-model /no: ",
+    ON + "--dynamic-batch-share-prefixes": "unset --dynamic-batch-share-prefixes",
+    ON + "--full-validation": "without --multiple-validation-sets: unset it and set --eval-iters",
+    ON + "--sft " + FULL_VALIDATION: "TypeError in Megatron-LM itself beside",
+    ON + "--dataloader-inter-document-masking": "set --reset-attention-mask and --reset-position-",
+    ON + "--reset-attention-mask": "needs --reset-position-ids",
+    ON + "--iterations-to-skip 3": "--iterations-to-skip draws batches of a",
+    ON + "--logits-load-dir x": "unset --logits-load-dir",
+    ON + "--num-layers 8 --pipeline-model-parallel-size 4 --no-overlap-p2p-communication "
+    "--num-virtual-stages-per-pipeline-rank 2": "drop --no-overlap-p2p-communication",
+    ON + "--perform-rl-step": "unset --perform-rl-step",
+    ON + EXPERTS + "--moe-expert-rank-capacity-factor 1.0": "unset --moe-expert-rank-capacity-fac",
+    ON + "--hybrid-context-parallel": "unset --hybrid-context-parallel",
+    ON + "--reuse-grad-buf-for-mxfp8-param-ag --fp8-format e4m3": "unset --reuse-grad-buf-for-mxf",
 }
-"""By words beside `ON`: what is said of them."""
+"""And an error."""
 
 
 @pytest.fixture(scope="module")
 def outcomes(run: Runs) -> dict[str, str]:
     """What became of each command line in Megatron's own parser and validation, and of scripts."""
-    words = OFF | {name: ON + more for name, more in ACCEPTED.items()}
-    words |= {more: ON + more for more in (*MESSAGES, *REFUSED)}
-    lines = {name: [*BASE, *line.split()] for name, line in words.items()}
+    lines = {words: [*BASE, *words.split()] for words in (*ACCEPTED, *REFUSED)}
     found: dict[str, str] = run("lines", json.dumps(lines))
     return found
 
@@ -127,22 +125,14 @@ REFUSAL = "DynamicBatchArgumentError: "
 
 @needs_training
 def test_command_lines(outcomes: dict[str, str]) -> None:
-    for name in (*ACCEPTED, "off", "off, with a cap", "lengths", "on rank 1"):
-        assert outcomes[name] == "accepted", name
-    for name, text in MESSAGES.items():
-        assert outcomes[name].startswith("accepted; mcore_batching: "), name
-        assert outcomes[name].count("mcore_batching: ") == 1, name
-        assert text in outcomes[name]
-    beyond = {
-        "exchange alone": "nothing alone: set --use-dynamic",
-        "several": "set --calculate-per-token-loss\n  - --use-dynamic-batch-size needs a cap",
-        "ModelOpt": "ModelOpt expects rows of seq_length",
-        "scheduler": "--use-dynamic-batch-size replaces it: unset --sequence-packing-scheduler",
-    }
-    for name, text in (REFUSED | beyond).items():
-        assert outcomes[name].startswith(REFUSAL), name
-        assert text in outcomes[name]
-    assert outcomes["several"].count("\n  - ") == 4
+    for words, text in ACCEPTED.items():
+        assert outcomes[words].startswith("accepted; mcore_batching: " if text else "accepted")
+        assert outcomes[words].count("mcore_batching: ") == bool(text), words
+        assert text in outcomes[words]
+    for words, text in REFUSED.items():
+        assert outcomes[words].startswith(REFUSAL), words
+        assert text in outcomes[words]
+    assert outcomes[SEVERAL].count("\n  - ") == 4
 
 
 @needs_training
