@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit.conversations import BY_HAND, PACKAGES, words_for, write_lines
-from kit.harness import REPOSITORY, environment, launch
-from kit.patience import patience
+from kit.harness import REPOSITORY, launch, torchrun
 from kit.stock_jobs import (
     COMMON,
     EXPERTS,
@@ -122,25 +119,10 @@ def printed(
     conversations_a_line: int = 1,
 ) -> list[str]:
     """A line for each step of one of Megatron's scripts, and for each evaluation."""
-    variables = environment(nproc)
-    paths = [str(REPOSITORY), str(checkout), str(PACKAGES), variables["PYTHONPATH"]]
-    launcher = folder / "launch.py"
-    launcher.write_text(BY_HAND)
     data = write_lines(folder / "data.jsonl", conversations_a_line)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            f"--nproc-per-node={nproc}",
-            *(str(launcher), str(checkout / script), *COMMON),
-            *(*words_for(checkout.name, data), *words),
-        ],
-        env=variables | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=patience(300),
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-4000:]
+    words = [str(checkout / script), *COMMON, *words_for(checkout.name, data), *words]
+    paths = REPOSITORY, checkout, PACKAGES
+    output = torchrun(BY_HAND, *words, nproc=nproc, folder=folder, paths=paths)
     return re.findall(r" iteration +\d+/.*|validation loss at iteration.*", output)
 
 

@@ -13,13 +13,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from kit.conversations import PACKAGES, words_for, write_lines
-from kit.harness import REPOSITORY, environment
+from kit.harness import REPOSITORY, torchrun
 from kit.patience import patience
 from kit.stock_jobs import COMMON, FLAG, ON, PP2, VARIANTS, steps
 
@@ -46,9 +45,8 @@ import torch.distributed as dist
 dist.destroy_process_group()  # as mcore_batching.run does: gloo may abort at exit
 """
 
-ARGUMENTS = [*COMMON, *steps(4), *PP2]
+ARGUMENTS = [*COMMON, *steps(4), *PP2, "--variant", "none"]
 SCRIPT = REPOSITORY / VARIANTS
-SCRIPT_DATA = ["--variant", "none"]
 
 
 def checkout_of(release: str) -> Path:
@@ -170,27 +168,13 @@ def patched_training(tree: Path) -> Path:
     return patched
 
 
-def train(
-    tree: Path, script: Path, *flags: str, nproc: int = 2, arguments: Sequence[str] = ARGUMENTS
-) -> list[str]:
+def train(tree: Path, script: Path, *words: str, nproc: int = 2) -> list[str]:
     """The log line of every iteration, without the times in it."""
-    launcher = tree / "launch.py"
-    launcher.write_text(LAUNCH)
-    variables = environment(nproc)
-    paths = [str(tree), str(REPOSITORY), str(PACKAGES), variables["PYTHONPATH"]]
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    done = subprocess.run(
-        [sys.executable, *command, str(launcher), str(script), *arguments, *flags],
-        cwd=tree,
-        env=variables | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=patience(300),
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    paths = tree, REPOSITORY, PACKAGES
+    output = torchrun(LAUNCH, str(script), *words, nproc=nproc, folder=tree, paths=paths)
     # Up to the last column: without a newline, what the other process prints may follow.
-    lines = re.findall(r"\] +(iteration +\d+/.*\|)", done.stdout)
-    assert len(lines) == 4, done.stdout[-6000:]
+    lines = re.findall(r"\] +(iteration +\d+/.*\|)", output)
+    assert len(lines) == 4, output[-6000:]
     return [re.sub(r"elapsed time[^|]*\||batching/\w+ seconds[^|]*\|", "", i) for i in lines]
 
 
@@ -198,31 +182,33 @@ def losses(iterations: list[str]) -> list[float]:
     return [float(re.findall(r"lm loss: ([\d.E+-]+)", line)[0]) for line in iterations]
 
 
-def counted(iterations: list[str]) -> list[str]:
-    """What the loop counts: iterations, consumed samples, learning rate, batch size."""
-    return [re.split(r"lm loss", line)[0] for line in iterations]
+def without_the_flag(tree: Path, script: Path, *words: str) -> list[str]:
+    """The lines, beside which the same steps are trained with the flag, loss for loss."""
+    unflagged, flagged = train(tree, script, *words), train(tree, script, *words, *FLAG)
+    # Iterations, consumed samples, learning rate, batch size.
+    counted = [[line.split("lm loss")[0] for line in lines] for lines in (unflagged, flagged)]
+    assert counted[0] == counted[1]
+    # Printed with 7 digits; the sums are of the same float32 terms in another order.
+    assert losses(flagged) == pytest.approx(losses(unflagged), rel=2e-6)
+    assert all("batching/fill" in line for line in flagged)
+    return unflagged
 
 
 @pytest.mark.long
 def test_the_patched_tree_trains(tmp_path: Path) -> None:
     """With the flag, loss for loss as without it; without it, digit for digit as unpatched. A flag
     that is refused ends the job at its start."""
-    (tmp_path / "stock").mkdir()
-    (tmp_path / "patched").mkdir()
-    patched_training(tmp_path / "patched")
-    stock = train(tmp_path / "stock", SCRIPT, *SCRIPT_DATA)
-    unflagged = train(tmp_path / "patched", SCRIPT, *SCRIPT_DATA)
-    flagged = train(tmp_path / "patched", SCRIPT, *SCRIPT_DATA, *FLAG)
-    assert unflagged == stock
-    assert counted(flagged) == counted(stock)
-    # Printed with 7 digits; the sums are of the same float32 terms in another order.
-    assert losses(flagged) == pytest.approx(losses(stock), rel=2e-6)
-    assert len(set(losses(stock))) == 4
-    assert all("batching/fill" in line for line in flagged)
-    assert not any("batching/" in line for line in unflagged)
-    refused = (*SCRIPT_DATA, *FLAG, "--full-validation", "--pipeline-model-parallel-size", "1")
+    stock, patched = tmp_path / "stock", tmp_path / "patched"
+    stock.mkdir()
+    patched.mkdir()
+    patched_training(patched)
+    lines = train(stock, SCRIPT, *ARGUMENTS)
+    assert without_the_flag(patched, SCRIPT, *ARGUMENTS) == lines
+    assert len(set(losses(lines))) == 4
+    assert not any("batching/" in line for line in lines)
+    refused = (*ARGUMENTS, *FLAG, "--full-validation", "--pipeline-model-parallel-size", "1")
     with pytest.raises(AssertionError, match="--full-validation raises TypeError"):
-        train(tmp_path / "patched", SCRIPT, *refused, nproc=1)
+        train(patched, SCRIPT, *refused, nproc=1)
 
 
 def test_the_patched_stock_script_trains(tmp_path: Path) -> None:
@@ -230,13 +216,8 @@ def test_the_patched_stock_script_trains(tmp_path: Path) -> None:
     patched_training(tmp_path)
     copy(checkout, tmp_path, "pretrain_gpt.py", "gpt_builders.py", "model_provider.py")
     apply(tmp_path, "core_v0.19.0", "--include=pretrain_gpt.py")
-    script = tmp_path / "pretrain_gpt.py"
-    mock = [*ARGUMENTS[2:], "--mock-data"]  # without --data-path
-    unflagged = train(tmp_path, script, arguments=mock)
-    flagged = train(tmp_path, script, *FLAG, arguments=mock)
-    assert counted(flagged) == counted(unflagged)
-    assert losses(flagged) == pytest.approx(losses(unflagged), rel=2e-6)
-    assert all("batching/fill" in line for line in flagged)
-    words = ["--sft", *words_for("core_v0.19.0", write_lines(tmp_path / "data.jsonl", 2)), *ON]
+    script, words = tmp_path / "pretrain_gpt.py", [*COMMON, *steps(4), *PP2]
+    without_the_flag(tmp_path, script, *words[2:], "--mock-data")  # without --data-path
+    words += ["--sft", *words_for("core_v0.19.0", write_lines(tmp_path / "data.jsonl", 2)), *ON]
     narrow, wide = (losses(train(tmp_path, script, *words, cap)) for cap in ("96", "1024"))
     assert narrow == pytest.approx(wide, rel=2e-6)

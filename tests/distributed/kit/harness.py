@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kit.patience import is_up
+from kit.patience import is_up, patience
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 JOB_SECONDS = 90.0
@@ -162,6 +162,24 @@ def launch(
     said = f"\nkilled after {limit:.0f} s\n" if late else ""
     texts = [path.read_text(errors="replace") for path in (output, errors)]
     return Launched(code, texts[0], texts[1] + said)
+
+
+def torchrun(launcher: str, *words: str, nproc: int, folder: Path, paths: tuple[Path, ...]) -> str:
+    """What a launcher of this text prints in processes that first look for modules in ``paths``."""
+    file, variables = folder / "launch.py", environment(nproc)
+    file.write_text(launcher)
+    variables["PYTHONPATH"] = os.pathsep.join([*map(str, paths), variables["PYTHONPATH"]])
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    done = subprocess.run(
+        [sys.executable, *command, str(file), *words],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=patience(300),
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
 
 
 @functools.cache
