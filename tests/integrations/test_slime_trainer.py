@@ -240,19 +240,6 @@ def test_a_zero_count_mask_counts_nothing_and_is_else_an_empty_mask(dtype: torch
 SIZES = {"hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 256}
 
 
-class Clock:
-    """Seconds that a row of so many tokens takes: far more a micro-batch than its shape says."""
-
-    now = 0.0
-
-    def forward_step(self, forward_step_func: Any, data_iterator: Any, *given: Any) -> str:
-        del forward_step_func, given
-        lengths = data_iterator.get_next(["total_lengths"])["total_lengths"]
-        # Log-probs teach nothing.
-        self.now += 50e-3 + 1e-3 * sum(lengths) if torch.is_grad_enabled() else 1.0
-        return "made"
-
-
 class Mark(float):
     """A time of the clock, as a device's event."""
 
@@ -265,15 +252,23 @@ class Mark(float):
 
 @pytest.fixture
 def actor(monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainersCosts]:
-    """The rollout manager's actor, in this process; passes take as long as the clock says."""
-    made, clock, ray = TrainersCosts(first_guess(SIZES)), Clock(), MagicMock()
+    """The rollout manager's actor, in this process. A micro-batch costs as much as 50 tokens, far
+    more than the model's shape says."""
+    made, ray, now = TrainersCosts(first_guess(SIZES)), MagicMock(), [0.0]
     options = ray.remote(TrainersCosts).options
     options().remote().add.remote = made.add
     options().remote().cost_model.remote = made.cost_model
     ray.get = lambda result: result
     monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(schedules, "forward_step", clock.forward_step)
-    monkeypatch.setattr(timing, "mark", lambda: Mark(clock.now))
+
+    def forward_step(forward_step_func: Any, data_iterator: Any, *given: Any) -> str:
+        lengths = data_iterator.get_next(["total_lengths"])["total_lengths"]
+        # Log-probs teach nothing.
+        now[0] += 50e-3 + 1e-3 * sum(lengths) if torch.is_grad_enabled() else 1.0
+        return "made"
+
+    monkeypatch.setattr(schedules, "forward_step", forward_step)
+    monkeypatch.setattr(timing, "mark", lambda: Mark(now[0]))
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     trainers_costs.cache_clear()
     yield made
@@ -283,43 +278,41 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainersCosts]:
     options().remote.assert_any_call(first_guess(SIZES))
 
 
-def run(lengths: list[int], micro_batches: list[list[int]]) -> None:
-    """Train a rollout as slime does: iterators are drawn from inside the forward step."""
-    tokens = [torch.zeros(n, dtype=torch.long) for n in lengths]
-    rollout = {"tokens": tokens, "total_lengths": lengths, "micro_batch_indices": micro_batches}
-    (iterator,) = trainer_of("slime").data.get_data_iterator(rollout)
-    with torch.no_grad():
-        for _ in micro_batches:  # log-probs
-            assert schedules.forward_step(None, iterator, "model") == "made"
-    iterator.reset()
-    for _ in micro_batches:
-        assert schedules.forward_step(None, iterator, "model") == "made"
-
-
-def planned(lengths: list[int], **changed: Any) -> list[list[int]]:
+def planned(lengths: list[int], cost_model: str = "auto") -> list[list[int]]:
     """The micro-batches of a step on the only data-parallel rank, as places in ``lengths``."""
-    options = {"dynamic_batch_cost_model": "auto", "dynamic_batch_plan_effort": 100} | changed
+    options = {"dynamic_batch_cost_model": cost_model, "dynamic_batch_plan_effort": 100}
     args = slime_arguments(160, **SIZES, pipeline_model_parallel_size=4, **options)
     partitions, micro_batches, *_ = slime_plan(args, trainer_sizes(1), lengths)
     return [[partitions[0][place] for place in samples] for samples in micro_batches[0]]
 
 
+def trained(lengths: list[int]) -> list[list[int]]:
+    """The plan of a rollout, which is trained by it as slime does: log-probs come first, and
+    iterators are drawn from inside the forward step."""
+    plan, tokens = planned(lengths), [torch.zeros(n, dtype=torch.long) for n in lengths]
+    rollout = {"tokens": tokens, "total_lengths": lengths, "micro_batch_indices": plan}
+    (iterator,) = trainer_of("slime").data.get_data_iterator(rollout)
+    for has_gradients in (False, True):
+        with torch.set_grad_enabled(has_gradients):
+            for _ in plan:
+                assert schedules.forward_step(None, iterator, "model") == "made"
+        iterator.reset()
+    return plan
+
+
 def test_costs_are_learnt_from_what_the_trainer_times_and_change_the_plan(
     actor: TrainersCosts, small: Small, tmp_path: Path, capfd: Any
 ) -> None:
-    """Ten rollouts, each trained by the manager's own plan: the first by what the model's shape
-    costs, then by what passes took, a micro-batch as much as 50 tokens."""
+    """The first rollouts are planned by what the model's shape costs, later ones by what passes
+    took."""
     small("slime")
     draw = random.Random(5)
     rollouts = [[draw.choice([5, 10, 20, 40, 80]) for _ in range(12)] for _ in range(10)]
     args = slime_arguments(160, **SIZES, dynamic_batch_cost_model="auto")
     init(args)
     assert "schedules.forward_step" in capfd.readouterr().out
-    plans = []
-    for lengths in rollouts:
-        plans.append(planned(lengths))
-        run(lengths, plans[-1])
-    fixed = [planned(lengths, dynamic_batch_cost_model="fixed") for lengths in rollouts]
+    plans = [trained(lengths) for lengths in rollouts]
+    fixed = [planned(lengths, "fixed") for lengths in rollouts]
     shape = shape_costs(args)
     actor.add([0.0] * len(actor._evidence))  # a rank that timed nothing takes nothing away
     assert any(actor._evidence)
@@ -330,5 +323,4 @@ def test_costs_are_learnt_from_what_the_trainer_times_and_change_the_plan(
     assert all(ours != theirs for ours, theirs in zip(plans[5:], fixed[5:], strict=True))
     path = tmp_path / "costs.json"
     path.write_text(learnt.to_json())
-    by_file = planned(rollouts[-1], dynamic_batch_cost_model=str(path))
-    assert planned(rollouts[-1]) == by_file
+    assert planned(rollouts[-1]) == planned(rollouts[-1], str(path))
