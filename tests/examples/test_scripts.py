@@ -52,20 +52,27 @@ class Machine:
         return path
 
     def ensure(self, *, named=None, extras="megatron", versions="3.12 3.11"):
-        """The status, and the environment that is used, or the error."""
+        """The status, and the environment that is used, or the error; `named` is a version."""
+        python = f"{self.folder}/bin/python{named}"
         ensure = f"mcb_versions=({versions}); mcb_ensure_environment {self.venv} {extras}"
         script = f'. {EXAMPLES / "environment.sh"}; {ensure} >/dev/null; echo "$mcb_environment"'
-        named_python = {"MCORE_BATCHING_PYTHON": str(named)} if named else {}
         path = f"{self.folder / 'bin'}:{SYSTEM_PATH}"
-        done = bash("-c", script, PATH=path, HOME=str(self.folder), **named_python)
+        variables = {"MCORE_BATCHING_PYTHON": python} if named else {}
+        done = bash("-c", script, PATH=path, HOME=str(self.folder), **variables)
         return done.returncode, (done.stdout or done.stderr).strip()
 
-    def uses(self, expected, *installed, **how):
-        """Such an environment is used, after packages were installed into these."""
+    def uses(self, name, *, installs=False, **how):
+        """An environment of this name is used, after packages were installed into it or not."""
         (self.folder / "installed").write_text("")
-        assert self.ensure(**how) == (0, str(expected))
+        assert self.ensure(**how) == (0, str(self.folder / name))
         lines = (self.folder / "installed").read_text().splitlines()
-        assert {Path(line).parents[1].name for line in lines} == {*installed}
+        assert {Path(line).parents[1].name for line in lines} == ({name} if installs else set())
+
+    def mark(self):
+        """A file in the environment, there as long as nobody removes it."""
+        mark = self.venv / "mine"
+        mark.touch()
+        return mark
 
 
 @pytest.fixture
@@ -76,39 +83,30 @@ def machine(tmp_path):
     return machine
 
 
-def marked(environment):
-    """A file in an environment, there as long as nobody removes it."""
-    mark = environment / "mine"
-    mark.touch()
-    return mark
-
-
-def test_an_environment_is_made_once(machine):
-    machine.uses(machine.venv, "venv")
-    mark = marked(machine.venv)
-    machine.uses(machine.venv)
-    # One of the same version fits, whichever interpreter it was made with.
-    machine.uses(machine.venv, named=machine.python("3.12"))
-    assert mark.exists()
-
-
-@pytest.mark.parametrize(("has", "other"), [("3.11", "3.12"), ("3.12", "3.11")])
-def test_a_python_that_does_not_fit_gets_an_environment_of_its_own(machine, has, other):
-    """One example, run with another Python, deleted the environment of the other example."""
-    machine.uses(machine.venv, "venv", named=machine.python(has))
-    mark = marked(machine.venv)
-    machine.uses(f"{machine.venv}-{other}", f"venv-{other}", named=machine.python(other))
-    machine.uses(f"{machine.venv}-{other}", named=machine.python(other))
-    # Without a name the first one is used, as before.
-    machine.uses(machine.venv)
-    assert mark.exists()
-
-
-def test_an_environment_of_a_version_that_will_not_do_stays(machine):
-    """The fine-tuning example needs 3.12, the quickstart runs on 3.11."""
-    machine.uses(machine.venv, "venv", named=machine.python("3.11"))
-    mark = marked(machine.venv)
-    machine.uses(f"{machine.venv}-3.12", "venv-3.12", versions="3.12 3.13")
+@pytest.mark.parametrize(
+    "calls",
+    [
+        # One of the same version fits, whichever interpreter it was made with.
+        [("venv", True, {}), ("venv", False, {}), ("venv", False, {"named": "3.12"})],
+        # The fine-tuning example needs 3.12, the quickstart runs on 3.11.
+        [("venv", True, {"named": "3.11"}), ("venv-3.12", True, {"versions": "3.12 3.13"})],
+        # One example, run with another Python, deleted the environment of the other example.
+        *(
+            [
+                ("venv", True, {"named": has}),
+                (f"venv-{other}", True, {"named": other}),
+                (f"venv-{other}", False, {"named": other}),
+                ("venv", False, {}),
+            ]
+            for has, other in (("3.11", "3.12"), ("3.12", "3.11"))
+        ),
+    ],
+)
+def test_an_environment_is_made_once_for_each_python_and_stays(machine, calls):
+    for name, installs, how in calls:
+        machine.uses(name, installs=installs, **how)
+        if installs and name == "venv":
+            mark = machine.mark()
     assert mark.exists()
 
 
@@ -116,7 +114,7 @@ def test_an_environment_of_a_version_that_will_not_do_stays(machine):
 @pytest.mark.parametrize("offline", [False, True])
 def test_changes_are_installed_into_what_is_there(machine, change, offline):
     machine.ensure()
-    mark = marked(machine.venv)
+    mark = machine.mark()
     if change == "pins":
         (machine.folder / "pins").write_text("2")
     extras = "plot" if change == "extras" else "megatron"
@@ -128,9 +126,9 @@ def test_changes_are_installed_into_what_is_there(machine, change, offline):
         (machine.folder / "offline").unlink()
         if change == "pins":  # nor is it taken for complete once the old pins are back
             (machine.folder / "pins").unlink()
-    machine.uses(machine.venv, "venv", extras=extras)
-    machine.uses(machine.venv)  # the extras of both are kept
-    machine.uses(machine.venv, extras=extras)
+    machine.uses("venv", installs=True, extras=extras)
+    machine.uses("venv")  # the extras of both are kept
+    machine.uses("venv", extras=extras)
     assert mark.exists()
 
 
@@ -146,21 +144,22 @@ def test_an_environment_that_does_not_work_is_made_anew(machine, broken):
         python.unlink()
         if broken == "python replaced":  # a link to a python3 that became another version
             os.link(machine.python("3.11"), python)
-    mark = marked(machine.venv)
-    machine.uses(machine.venv, "venv")
+    mark = machine.mark()
+    machine.uses("venv", installs=True)
     assert not mark.exists()
 
 
 def test_what_is_refused_stays_as_it_is(machine):
+    machine.python("3.9")
     for named, expected in (
-        (machine.folder / "absent", "does not run"),
-        (machine.python("3.9"), "is Python 3.9; megatron-core has wheels for 3.11, 3.12 and 3.13"),
+        ("absent", "does not run"),
+        ("3.9", "is Python 3.9; megatron-core has wheels for 3.11, 3.12 and 3.13"),
     ):
         status, text = machine.ensure(named=named)
         assert (status, expected in text) == (1, True)
     assert not machine.venv.exists()
     machine.venv.mkdir()  # somebody else's
-    mark = marked(machine.venv)
+    mark = machine.mark()
     status, text = machine.ensure()
     assert status == 1
     assert "is not an environment that these scripts made: remove it" in text

@@ -112,7 +112,6 @@ def test_the_contract_holds(
 
 
 PADDED = {"data_pad_size_multiplier": 4, "tensor_model_parallel_size": 2}
-OFF = [{"dynamic_batch_split_backward": off} for off in (False, None, "off")]  # as YAML reads
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,6 @@ OFF = [{"dynamic_batch_split_backward": off} for off in (False, None, "off")]  #
         ({"dynamic_batch_max_samples_per_row": 1}, 1, [5] * 4, 4),
         ({"dynamic_batch_cost_model": "fixed"}, 1, [5] * 4, 1),
         ({"enable_mtp_training": True}, 1, [5] * 4, 1),  # no placeholder
-        *((off, 1, [5] * 4, 1) for off in OFF),
     ],
 )
 def test_options_are_read_from_the_arguments(
