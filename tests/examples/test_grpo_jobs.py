@@ -96,7 +96,9 @@ def test_the_policy_starts_as_the_reference_and_moves_away(recorded):
 
 def test_the_recorded_job_prints_and_writes_what_it_promises(recorded):
     printed, out, _ = recorded
+    # One process alone, two iterations of two runs.
     assert len(re.findall(r"iteration +\d+  loss .* KL .* grad norm .* tokens", printed)) == 4
+    assert printed.count("\niterations  ") == 2
     assert "largest difference in loss over 4 optimizer steps" in printed
     for name in ("dynamic", "baseline"):
         assert json.loads((out / name / "settings.json").read_text())["vpp"] == 2

@@ -28,25 +28,9 @@ from mcore_batching.integrations.slime.rollout_manager import build_dp_schedule
 PLAN = """
 def build_dp_schedule(args, train_parallel_config, total_lengths, *, global_batch_size,
                       rollout_indices):
-    return "own"
+    return "own", args, train_parallel_config, total_lengths, global_batch_size, rollout_indices
 """
-DATA = """
-class DataIterator:
-    def __init__(self, rollout_data, micro_batch_indices):
-        self.rollout_data = rollout_data
-        self.micro_batch_indices = micro_batch_indices
-        self.offset = 0
-
-    def get_next(self, keys):
-        indices = self.micro_batch_indices[self.offset]
-        self.offset += 1
-        data = self.rollout_data
-        return {k: None if data.get(k) is None else [data[k][i] for i in indices] for k in keys}
-
-    def reset(self):
-        self.offset = 0
-        return self
-"""
+DATA = "from kit.hooking import Listed as DataIterator\n"
 DATA_OF_SLIME = """
 def get_data_iterator(rollout_data):
     return [DataIterator(rollout_data, rollout_data["micro_batch_indices"])]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import textwrap
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +15,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.samples import pack
+from kit.stand_ins import module_of
 
 from mcore_batching.batch import PackedMicroBatch, make_placeholder
-from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.row_block import RowBlock
-from mcore_batching.batch.row_index import Nodes
 from mcore_batching.integrations.megatron_lm import (
     forward_backward,
     next_batch,
@@ -58,17 +56,15 @@ def rows(counts_flops: bool = True, is_placeholder: bool = False, **changed: int
     if is_placeholder:
         samples = make_placeholder(STOCK_SCHEMA, list(SAMPLES), SAMPLES, pad_token_id=PAD)
         indices = ()
-    columns = Columns.read(samples, STOCK_SCHEMA)
-    lengths = columns.total_lengths
-    block = RowBlock(
-        fields=columns,
-        nodes=[Nodes.of(lengths, range(len(lengths)), None, 4, 1)],
-        sample_indices=[indices],
+    row = pack(
+        samples,
+        sample_indices=indices,
+        schema=STOCK_SCHEMA,
+        sample_alignment_tokens=4,
         pad_token_id=PAD,
         has_labels=True,
     )
-    made = (dataclasses.replace(row, **changed) for row in block.rows())
-    return PackedRows(made, counts_flops=counts_flops)
+    return PackedRows(iter([dataclasses.replace(row, **changed)]), counts_flops=counts_flops)
 
 
 EXPECTED = {
@@ -83,14 +79,11 @@ EXPECTED = {
 """Type and values of each field of `rows` in a script's batch; others are None."""
 
 
-def script(tmp_path: Path, text: str) -> types.ModuleType:
+def script(tmp_path: Path, text: str) -> Any:
     """A module of its own, with its source on disk, as scripts are."""
     path = tmp_path / "script.py"
     path.write_text(GET_BATCH + textwrap.dedent(text) + DECORATED)
-    module = types.ModuleType("script")
-    module.__file__ = str(path)
-    exec(compile(path.read_text(), str(path), "exec"), vars(module))
-    return module
+    return module_of(path)
 
 
 GET_BATCH = """

@@ -178,17 +178,16 @@ def test_where_the_framework_plans_itself(
     small: Small, options: dict[str, Any], size: int, is_multimodal: Any, is_ours: bool
 ) -> None:
     """Versions that say which samples have images pack them apart by a rule of their own."""
-    folder, more = small("slime"), {"global_batch_size": size, "rollout_indices": [0, 1]}
+    folder, args, sizes = small("slime"), slime_arguments(10, **options), trainer_sizes(2)
     module = importlib.import_module("slime.utils.dp_schedule")
+    more: dict[str, Any] = {"global_batch_size": size, "rollout_indices": [0, 1]}
     if is_multimodal is not None:
         newer = "rollout_indices, sample_is_multimodal=None)"
         module = rewrite(module.__name__, folder, "rollout_indices)", newer)
         more["sample_is_multimodal"] = is_multimodal
     with hook_schedule() or pytest.fail("nothing is hooked"):
-        made = module.build_dp_schedule(
-            slime_arguments(10, **options), trainer_sizes(2), [5, 6], **more
-        )
-    assert (made != "own") == is_ours
+        made = module.build_dp_schedule(args, sizes, [5, 6], **more)
+    assert (made == ("own", args, sizes, [5, 6], size, [0, 1])) != is_ours
 
 
 def test_parallel_dims_of_arguments() -> None:

@@ -26,6 +26,7 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.forest import PrefixTree, forest_of_groups
+from mcore_batching.planning.plans.plan import counted
 from mcore_batching.planning.plans.records import (
     COST_MODEL_FILE,
     RecordError,
@@ -249,41 +250,40 @@ def test_learnt_units_that_change_are_each_step_s_own(
     assert "a unit of cost took 2.500e-02 s (median); predictions are off by 0.0%" in printed
 
 
-def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of steps that took what was predicted, but for a slow first one and a fast last one."""
-    seconds = [4e-3, 1e-3, 1e-3, 1e-3, 0.8e-3]
-    steps = [(*step_of(number), unit) for number, unit in enumerate(seconds)]
-    recorded(tmp_path, *((plan, lengths, unit * end, None) for plan, lengths, end, unit in steps))
-    assert main(["replay", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("5 recorded steps, DP2 x PP4, cap 1000 tokens\n")
-    assert "a unit of cost took 1.000e-03 s (median)" in printed
-    assert "off by 20.0% on average, 75.0% at worst" in printed
-    for column in ("error", "time/floor"):
-        assert f"\n{column} " in printed
-    first = next(line for line in printed.splitlines() if line.split()[:1] == ["0"])
-    assert f"{1e-3 * steps[0][2]:.3f} s" in first
-    assert "-75.0%" in first
-
-
 @pytest.mark.parametrize(
-    ("seconds", "unit", "printed"),
+    ("factors", "unit", "said"),
     [
-        ([0.0, 0.0], None, "no time was measured: times are in units of cost"),
+        # Steps that took what was predicted, but for a slow first one and a fast last one.
+        (
+            [4e-3, 1e-3, 1e-3, 1e-3, 0.8e-3],
+            None,
+            "a unit of cost took 1.000e-03 s (median); predictions are off by 20.0% on average, "
+            "75.0% at worst\nerror ",
+        ),
+        ([0.0, 0.0], None, "no time was measured: times are in units of cost\n"),
         ([None], 1e-3, "a unit of cost took 1.000e-03 s (as learnt)\n"),
     ],
 )
-def test_a_job_without_times(
+def test_replay_command(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    seconds: list[float | None],
+    factors: list[float | None],
     unit: float | None,
-    printed: str,
+    said: str,
 ) -> None:
-    plan, lengths, _ = step_of()
-    recorded(tmp_path, *((plan, lengths, each, unit) for each in seconds))
+    """Measured seconds are a factor of the predicted units of cost."""
+    steps = [step_of(number) for number in range(len(factors))]
+    measured = [factor and factor * end for factor, (_, _, end) in zip(factors, steps, strict=True)]
+    recorded(tmp_path, *((*step[:2], s, unit) for step, s in zip(steps, measured, strict=True)))
     assert main(["replay", str(tmp_path)]) == 0
-    assert printed in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{counted(len(steps), 'recorded step')}, DP2 x PP4, cap 1000 tokens")
+    assert said in printed
+    assert "\ntime/floor " in printed
+    if factors[0]:
+        (first,) = (line for line in printed.splitlines() if line.split()[:1] == ["0"])
+        assert f"{1e-3 * steps[0][2]:.3f} s" in first
+        assert "-75.0%" in first
 
 
 def test_steps_of_other_layouts_options_and_costs_are_replayed_apart(

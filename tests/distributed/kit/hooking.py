@@ -46,8 +46,8 @@ class Listed:
     def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
         indices = self.micro_batch_indices[self.offset]
         self.offset += 1
-        found = {key: self.rollout_data.get(key) for key in keys}
-        return {key: values and [values[i] for i in indices] for key, values in found.items()}
+        data = self.rollout_data
+        return {k: None if data.get(k) is None else [data[k][i] for i in indices] for k in keys}
 
     def reset(self) -> None:
         self.offset = 0
