@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from kit.conversations import BY_HAND, PACKAGES, words_for, write_lines
 from kit.harness import REPOSITORY, launch, torchrun
 from kit.stock_jobs import (
+    BY_ITSELF,
     COMMON,
     EXPERTS,
     FLAG,
@@ -22,10 +22,9 @@ from kit.stock_jobs import (
     RAMP_UP,
     SFT,
     VARIANTS,
+    checkout_of,
     steps,
 )
-
-CHECKOUTS = os.environ.get("MCORE_BATCHING_MEGATRON_LM")
 
 RAMP_UP_UNTIL_017 = [
     # From 2 to 4, 6 and 8 samples, a step up after every 4. 0.18 and 0.19 ignore the flag.
@@ -50,16 +49,6 @@ GPT: dict[str, tuple[tuple[list[str], list[int]], list[str]]] = {
 The last is pull request 6742, whose script unpacks its batch in branches, by its length.
 """
 
-WITHOUT_LAUNCHER = """
-import os, runpy, sys
-from mcore_batching.megatron import PackedAttention
-from megatron.core.models import backends
-sys.argv = sys.argv[1:]
-if "--use-dynamic-batch-size" in sys.argv:  # what a model without Transformer Engine needs
-    backends.DotProductAttention = PackedAttention
-sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 LAUNCHER = REPOSITORY / "mcore_batching" / "run.py"
 
 
@@ -93,7 +82,7 @@ def test_without_the_flag_a_script_trains_bit_for_bit_as_by_itself(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     own = tmp_path / "own.py"
-    own.write_text(WITHOUT_LAUNCHER)
+    own.write_text(BY_ITSELF)
     by_itself = trained(own, VARIANTS, tmp_path / "by itself", "--variant", "none")
     states = [trained(LAUNCHER, VARIANTS, tmp_path / "launched", "--variant", "none")]
     if pytestconfig.getoption("--long"):
@@ -139,21 +128,6 @@ def log_lines(
     ]
 
 
-needs_checkouts = pytest.mark.skipif(
-    CHECKOUTS is None,
-    reason="MCORE_BATCHING_MEGATRON_LM is not set: a folder with checkouts of Megatron-LM's "
-    f"releases and branches, {', '.join(GPT)}, their dataset helpers compiled; until 0.17 they "
-    "import PyYAML, 0.16 also six, regex and pydantic",
-)
-
-
-def checkout_of(release: str) -> Path:
-    checkout = Path(CHECKOUTS or "") / release
-    if not checkout.is_dir():
-        pytest.skip(f"no {checkout}")
-    return checkout
-
-
 HYBRID = ["--spec", "kit.hybrid_spec", "packed_hybrid_stack_spec", "--hybrid-layer-pattern"]
 EVERY_LAYER = [
     *(*HYBRID, "M*E|G*-", *WITH_EXPERTS),
@@ -181,7 +155,6 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("release", "script", "schedule", "words"), RUNS)
-@needs_checkouts
 def test_megatrons_own_script_unmodified(
     release: str, script: str, schedule: tuple[list[str], list[int]], words: Any, tmp_path: Path
 ) -> None:
@@ -202,7 +175,6 @@ ONE_A_ROW = [*ON, "192", "--dynamic-batch-max-samples-per-row", "1"]
 
 @pytest.mark.parametrize("layout", [[], PP2], ids=["dp2", "pp2"])
 @pytest.mark.parametrize("release", [name for name in GPT if name != "main-6742"])
-@needs_checkouts
 def test_lines_of_two_conversations(release: str, layout: list[str], tmp_path: Path) -> None:
     """Under two caps as by hand, over single conversations, in one process without pipeline stages.
 
@@ -230,7 +202,6 @@ MULTI_TOKEN = {SCRIPTS[0]: ["--mtp-num-layers", "1"], SCRIPTS[1]: [*HYBRID, "*-|
     ("release", "script"),
     [("core_v0.17.1", SCRIPTS[0]), *((r, script) for r in HAVE_HYBRIDS for script in SCRIPTS)],
 )
-@needs_checkouts
 def test_scripts_that_predict_further_tokens(release: str, script: str, tmp_path: Path) -> None:
     """Padded in one micro-batch on one replica, of which stock code logs the mean over all tokens.
 

@@ -1,8 +1,7 @@
 """The patches of `patches/`: what they are made of, that they apply, that a patched tree trains.
 
-Full checkouts of the releases are read from ``MCORE_BATCHING_MEGATRON_LM``, a folder with one of
-each name (``core_v0.16.1``, ...). Without it, megatron-core's wheel has to do, which ships
-``megatron/training`` from 0.19 on and no training script.
+Without checkouts of the releases megatron-core's wheel has to do, which ships ``megatron/training``
+from 0.19 on and no training script.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import pytest
 from kit.conversations import PACKAGES, words_for, write_lines
 from kit.harness import REPOSITORY, torchrun
 from kit.patience import patience
-from kit.stock_jobs import COMMON, FLAG, ON, PP2, VARIANTS, steps
+from kit.stock_jobs import BY_ITSELF, COMMON, FLAG, ON, PP2, VARIANTS, checkout_of, steps
 
 from mcore_batching.integrations import megatron_lm
 
@@ -32,31 +31,8 @@ FILES = {
     "pretrain_gpt.py",
 }
 
-LAUNCH = """
-import os, runpy, sys
-from mcore_batching.megatron import PackedAttention  # the CPU stand-in is on from here
-from megatron.core.models import backends
-sys.argv = sys.argv[1:]
-if "--use-dynamic-batch-size" in sys.argv:  # what a model without Transformer Engine needs
-    backends.DotProductAttention = PackedAttention
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name="__main__")
-import torch.distributed as dist
-dist.destroy_process_group()  # as mcore_batching.run does: gloo may abort at exit
-"""
-
 ARGUMENTS = [*COMMON, *steps(4), *PP2, "--variant", "none"]
 SCRIPT = REPOSITORY / VARIANTS
-
-
-def checkout_of(release: str) -> Path:
-    folder = os.environ.get("MCORE_BATCHING_MEGATRON_LM")
-    if not folder:
-        pytest.skip("MCORE_BATCHING_MEGATRON_LM does not name a folder of Megatron-LM checkouts")
-    found = Path(folder) / release
-    if not found.is_dir():
-        pytest.skip(f"MCORE_BATCHING_MEGATRON_LM={folder} has no {release}")
-    return found
 
 
 def copy(checkout: Path, tree: Path, *names: str) -> None:
@@ -171,7 +147,7 @@ def patched_training(tree: Path) -> Path:
 def train(tree: Path, script: Path, *words: str, nproc: int = 2) -> list[str]:
     """The log line of every iteration, without the times in it."""
     paths = tree, REPOSITORY, PACKAGES
-    output = torchrun(LAUNCH, str(script), *words, nproc=nproc, folder=tree, paths=paths)
+    output = torchrun(BY_ITSELF, str(script), *words, nproc=nproc, folder=tree, paths=paths)
     # Up to the last column: without a newline, what the other process prints may follow.
     lines = re.findall(r"\] +(iteration +\d+/.*\|)", output)
     assert len(lines) == 4, output[-6000:]

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kit.harness import REPOSITORY, Job
 
+BY_ITSELF = """
+import os, runpy, sys
+from mcore_batching.megatron import PackedAttention  # the CPU stand-in is on from here
+from megatron.core.models import backends
+sys.argv = sys.argv[1:]
+if "--use-dynamic-batch-size" in sys.argv:  # what a model without Transformer Engine needs
+    backends.DotProductAttention = PackedAttention
+sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+runpy.run_path(sys.argv[0], run_name="__main__")
+import torch.distributed as dist
+dist.destroy_process_group()  # as mcore_batching.run does: gloo may abort at exit
+"""
+"""A launcher that installs nothing."""
 SFT = "examples/sft/sft.py"
 VARIANTS = "tests/distributed/kit/stock_script.py"
 LENGTH = 192
@@ -40,6 +57,18 @@ SHARED = [
     "--dynamic-batch-context-parallel",
 ]
 """Samples of up to 192 tokens do not fit on one rank."""
+
+
+def checkout_of(release: str) -> Path:
+    """A release or branch of Megatron-LM, its dataset helpers compiled, in the folder of checkouts
+    that ``MCORE_BATCHING_MEGATRON_LM`` names; the test is skipped where there is none.
+
+    Until 0.17 they import PyYAML, 0.16 also six, regex and pydantic.
+    """
+    found = Path(os.environ.get("MCORE_BATCHING_MEGATRON_LM", ""), release)
+    if not (found / "megatron").is_dir():
+        pytest.skip(f"MCORE_BATCHING_MEGATRON_LM does not name a folder with {release}")
+    return found
 
 
 def steps(number: int, *, micro_batch_size: int = 1, evaluations: int = 1) -> list[str]:
