@@ -267,7 +267,6 @@ def rewrite(module: str, folder: Path, before: str, after: str) -> Any:
 
 
 def trainer_of(framework: str) -> Any:
-    """The modules ``data`` and ``model`` of slime's or miles' trainer."""
     data, model = map(importlib.import_module, TRAINERS[framework])
     return SimpleNamespace(data=data, model=model)
 
@@ -276,7 +275,6 @@ SLIME_INIT = "mcore_batching.integrations.slime.init"
 
 
 def slime_arguments(cap: int, **more: Any) -> SimpleNamespace:
-    """Arguments of slime's or miles' rollout manager."""
     made = {
         "use_dynamic_batch_size": True,
         "max_tokens_per_gpu": cap,

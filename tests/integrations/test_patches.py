@@ -42,7 +42,6 @@ def copy(checkout: Path, tree: Path, *names: str) -> None:
 
 
 def wheel_training() -> Path:
-    """``megatron/training`` of the installed wheel."""
     spec = importlib.util.find_spec("megatron.training")
     if spec is None or spec.origin is None:
         pytest.skip("this megatron-core ships no megatron.training (wheels do from 0.19 on)")

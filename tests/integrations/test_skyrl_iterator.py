@@ -22,14 +22,12 @@ from mcore_batching.integrations.skyrl import hook
 
 @pytest.fixture
 def workers(small: Callable[..., Path]) -> Any:
-    """The small package's `worker_utils`."""
     small("skyrl")
     return importlib.import_module(f"{WORKERS}.worker_utils")
 
 
 @pytest.fixture
 def own_workers(own: Callable[[str], Path]) -> Any:
-    """SkyRL's `worker_utils`."""
     own("skyrl")
     return importlib.import_module(f"{WORKERS}.worker_utils")
 

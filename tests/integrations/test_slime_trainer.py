@@ -57,7 +57,6 @@ def rollout_data(*micro_batches: list[int]) -> dict[str, Any]:
 
 @pytest.fixture
 def hooked(small: Small) -> Iterator[Any]:
-    """The modules of a small slime, hooked."""
     small("slime")
     found = trainer_of("slime")
     with mcore_batching.hook(found.data, found.model):

@@ -281,7 +281,6 @@ def test_verl_finds_the_plugin() -> None:
 
 @pytest.fixture
 def own_verl(own: Callable[[str], Path]) -> Path:
-    """The folder of verl's own modules."""
     pytest.importorskip("tensordict", reason="verl needs tensordict, which is not installed")
     return own("verl")
 
