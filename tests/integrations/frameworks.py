@@ -8,7 +8,6 @@ packages with a start-up that imports engines. torch and tensordict are real.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.util
 import os
@@ -328,14 +327,3 @@ def padded_batch(lengths: list[int]) -> dict[str, torch.Tensor]:
     numbers = mask * torch.arange(len(lengths))[:, None]
     # verl's name, SkyRL's
     return {"attention_mask": mask, "input_ids": numbers, "sequences": numbers}
-
-
-def groups_of(**sizes: int) -> SimpleNamespace:
-    """Megatron's parallel state, as far as it is read."""
-    made: dict[str, Any] = {"model_parallel_is_initialized": lambda: True}
-    for name in ("context", "tensor_model", "pipeline_model", "expert_model"):
-        size = sizes.get(name.removesuffix("_model"), 1)
-        made[f"get_{name}_parallel_world_size"] = functools.partial(int, size)
-    chunks = functools.partial(sizes.get, "chunks")
-    made["get_virtual_pipeline_model_parallel_world_size"] = chunks
-    return SimpleNamespace(**made)

@@ -9,6 +9,7 @@ same with them is shown in `tests/distributed/test_hooked.py`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
 import math
@@ -25,7 +26,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from frameworks import LENGTHS, groups_of, padded_batch
+from frameworks import LENGTHS, padded_batch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.patience import patience
@@ -131,7 +132,11 @@ def test_it_is_the_plan_of_the_rank(
     monkeypatch: pytest.MonkeyPatch, stages: int, chunks: int
 ) -> None:
     # Without `dp_group` more experts than this rank's own share of the job are no error.
-    state = groups_of(pipeline=stages, chunks=chunks, context=2, tensor=2, expert=8)
+    of_groups = {"pipeline_model": stages, "virtual_pipeline_model": chunks, "expert_model": 8}
+    of_groups |= {"context": 2, "tensor_model": 2}
+    state = SimpleNamespace(model_parallel_is_initialized=lambda: True)
+    for name, size in of_groups.items():
+        setattr(state, f"get_{name}_parallel_world_size", functools.partial(int, size))
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
     sizes = {"pipeline_parallel": stages, "virtual_pipeline": chunks, "context_parallel": 2}
     dims = ParallelDims(**sizes, tensor_parallel=2, sequence_parallel=True)
