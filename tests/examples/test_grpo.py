@@ -62,12 +62,6 @@ def test_the_first_picture_shows_what_the_readme_says(tmp_path, monkeypatch):
     assert saving in (examples.parent / "README.md").read_text()
 
 
-def write(tmp_path, *rows):
-    path = tmp_path / "rollouts.jsonl"
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
-    return path
-
-
 @pytest.mark.parametrize(
     ("row", "text"),
     [
@@ -84,7 +78,8 @@ def write(tmp_path, *rows):
     ],
 )
 def test_a_bad_line_is_named_with_its_number(tmp_path, row, text):
-    path = write(tmp_path, GOOD, row)
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(f"{json.dumps(GOOD)}\n{row if isinstance(row, str) else json.dumps(row)}")
     with pytest.raises(RolloutFileError, match=text) as caught:
         read_groups(path)
     assert str(caught.value).startswith(f"{path}:2: ")
@@ -119,17 +114,6 @@ def test_the_end_mark_is_trained_unless_the_environment_had_the_last_word(spans,
 GAME = NumberChain(7, (1, -1, 1))
 
 
-def begin(changes=(1, -1, 1)):
-    game = NumberChain(7, changes)
-    return Trajectory("u", 0, game, [BEGIN, *game.opening().encode()])
-
-
-def play(trajectory, text, log_prob=-1.0):
-    for token in text.encode():
-        trajectory.play(token, log_prob)
-    return trajectory
-
-
 def test_a_name_is_one_game_whatever_the_process_and_games_vary():
     # Written down: hash seeds differ between processes.
     assert new_game("1234/0/5") == NumberChain(4, (1, -1, 1, -1, -1))
@@ -159,7 +143,10 @@ def test_the_scripted_player_plays_to_the_end_and_not_beyond(name, slip):
 
 
 def test_samples_are_as_the_module_shows_them():
-    trajectory = play(begin((1, -1)), "8\n7\n", -0.5)
+    game = NumberChain(7, (1, -1))
+    trajectory = Trajectory("u", 0, game, [BEGIN, *game.opening().encode()])
+    for token in b"8\n7\n":
+        trajectory.play(token, -0.5)
     whole = samples_of([trajectory], step_wise=False)
     assert text_of(whole["tokens"][0][1:].tolist()) == "7+1=8\n-1=7\n"
     assert whole["loss_masks"][0].tolist() == [1, 1, 0, 0, 0, 1, 1]

@@ -137,19 +137,14 @@ def test_command_lines(outcomes: dict[str, str]) -> None:
 
 @needs_training
 @pytest.mark.parametrize("name", ["train", "evaluate"])
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
+def test_scripts_are_refused_before_the_first_step(outcomes: dict[str, str], name: str) -> None:
+    for what, message in (
         ("non-loss", "process_non_loss_data_func runs the model on one rank"),
         ("script", "has no get_batch in its module"),
-    ],
-)
-def test_scripts_are_refused_before_the_first_step(
-    outcomes: dict[str, str], name: str, what: str, message: str
-) -> None:
-    assert outcomes[f"{name} True {what}"].startswith(REFUSAL)
-    assert message in outcomes[f"{name} True {what}"]
-    assert REFUSAL not in outcomes[f"{name} False {what}"]
+    ):
+        assert outcomes[f"{name} True {what}"].startswith(REFUSAL)
+        assert message in outcomes[f"{name} True {what}"]
+        assert REFUSAL not in outcomes[f"{name} False {what}"]
 
 
 SCRIPT = """

@@ -4,6 +4,7 @@ plans."""
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,55 +15,14 @@ import pytest
 from frameworks import SLIME_INIT, rewrite, slime_arguments, slime_plan, trainer_sizes
 from hypothesis import example, given
 from hypothesis import strategies as st
-from planning_cases import examples
+from planning_cases import broken_invariants, examples
 
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.slime import HookError, hook_schedule
-from mcore_batching.planning import ParallelDims
+from mcore_batching.planning import ParallelDims, PlannerConfig, StepPlan
 from mcore_batching.planning.errors import MCoreBatchingError
 
 Small = Callable[..., Path]
-
-
-def check(
-    result: Any,
-    config: dict[str, Any],
-    lengths: list[int],
-    rollouts: list[int],
-    size: int,
-    cap: int,
-    partial: int = 0,
-) -> None:
-    """What slime's trainer and its own tests expect of a schedule.
-
-    Args:
-        partial: rollouts of a last, smaller step.
-    """
-    partitions, micro_batches, counts, sizes = result
-    ranks = config["dp_size"]
-    names = list(dict.fromkeys(rollouts))
-    assert sizes == [size] * (len(names) // size) + [partial] * bool(partial)
-    num_steps = len(sizes)
-    assert len(counts) == num_steps
-    assert len(partitions) == len(micro_batches) == ranks
-    for count in counts:
-        assert type(count) is int
-        assert count > 0
-        if (config["vpp_size"] or 1) > 1:
-            assert count % config["microbatch_group_size_per_vp_stage"] == 0
-    step_of = {name: place // size for place, name in enumerate(names)}
-    kept = [i for i, name in enumerate(rollouts) if step_of[name] < num_steps]
-    assert sorted(i for part in partitions for i in part) == kept
-    for part, slots in zip(partitions, micro_batches, strict=True):
-        assert all(type(i) is int for i in part)
-        assert part
-        assert len(slots) == sum(counts)
-        assert [i for samples in slots for i in samples] == list(range(len(part)))
-        steps = [step for step, count in enumerate(counts) for _ in range(count)]
-        for step, samples in zip(steps, slots, strict=True):
-            assert {step_of[rollouts[part[i]]] for i in samples} <= {step}
-            tokens = sum(lengths[part[i]] for i in samples)
-            assert tokens <= cap * config["cp_size"] or len(samples) == 1
 
 
 @st.composite
@@ -108,7 +68,33 @@ def test_the_contract_holds(
         assert max(samples[step] for step in range(len(names) // size)) < config["dp_size"]
         assert not partial
         return
-    check(result, config, lengths, rollouts, size, 64, partial)
+    partitions, micro_batches, counts, sizes = result
+    assert sizes == [size] * (len(names) // size) + [partial] * bool(partial)
+    for part, slots in zip(partitions, micro_batches, strict=True):
+        assert part
+        assert [i for samples in slots for i in samples] == list(range(len(part)))
+        assert {*map(type, (*part, *counts))} == {int}
+        assert len(slots) == sum(counts)
+    dims = ParallelDims(
+        data_parallel=config["dp_size"],
+        context_parallel=config["cp_size"],
+        pipeline_parallel=config["microbatch_group_size_per_vp_stage"] or 1,
+        virtual_pipeline=config["vpp_size"] or 1,
+    )
+    ends = [*itertools.accumulate(counts, initial=0)]
+    for step, (first, end) in enumerate(itertools.pairwise(ends)):
+        ours = [i for i, name in enumerate(rollouts) if names.index(name) // size == step]
+        plan = StepPlan(
+            micro_batches=tuple(
+                tuple(tuple(ours.index(part[i]) for i in samples) for samples in slots[first:end])
+                for part, slots in zip(partitions, micro_batches, strict=True)
+            ),
+            num_microbatches=end - first,
+            sample_indices=tuple(range(len(ours))),
+            dims=dims,
+            config=PlannerConfig(max_tokens_per_gpu=64, fill="placeholder"),
+        )
+        assert broken_invariants(plan, [lengths[i] for i in ours]) == set()
 
 
 PADDED = {"data_pad_size_multiplier": 4, "tensor_model_parallel_size": 2}

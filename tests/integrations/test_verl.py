@@ -247,22 +247,17 @@ def test_the_contract_of_shared_rows_holds(ranks: int, data: st.DataObject) -> N
     assert sorted(itertools.chain(*rows)) == [10 + i for i in range(len(lengths))]
 
 
-def load_plugin() -> Any:
-    """As verl loads it: an import."""
-    sys.modules.pop(PLUGIN, None)
-    return importlib.import_module(PLUGIN)
-
-
 @pytest.mark.parametrize("value", [None, "", "0", "1", "yes"])
 def test_the_plugin_hooks_verl_if_it_is_asked(
     small: Small, monkeypatch: pytest.MonkeyPatch, value: str | None, capfd: Any
 ) -> None:
     """And prints what is wrong, which verl only logs."""
     small("verl")
+    monkeypatch.delitem(sys.modules, PLUGIN, raising=False)
     if value is not None:
         monkeypatch.setenv("MCORE_BATCHING_VERL", value)
     with pytest.raises(HookError) if value == "yes" else contextlib.nullcontext():
-        load_plugin()
+        importlib.import_module(PLUGIN)  # as verl loads it
     assert ("verl" in sys.modules) == (value == "1")
     printed, errors = capfd.readouterr()
     hooked, refused = (
