@@ -17,7 +17,6 @@ from kit.harness import launch
 from mcore_batching.megatron import compat
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SECONDS = 300
 ON_THE_CPU = 10**6
 """Processes for which there are too few GPUs."""
 # Two pipeline stages of two model chunks.
@@ -35,7 +34,7 @@ def run_grpo(nproc, *flags):
             *("kit.ranks", str(nproc), script, *flags),
             nproc=ON_THE_CPU,
             folder=Path(folder),
-            seconds=SECONDS,
+            seconds=300,
         )
 
 

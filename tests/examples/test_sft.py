@@ -331,20 +331,6 @@ def log(path, iterations, batching=()):
     return path
 
 
-def test_a_log_gives_each_iterations_own_values(tmp_path):
-    # The second line holds the mean of the first two iterations.
-    assert read_log(log(tmp_path / "padded.log", STEPS)) == [
-        Iteration(1, 16, 6.0, 0.9, 8192),
-        Iteration(2, 32, 5.0, 0.5, 8192),
-        Iteration(3, 48, 4.5, 0.45, 8192),
-    ]
-    # 3, 5 and 4 micro-batches of each of 2 ranks, of 2 x 1000 tokens at most.
-    dynamic = read_log(log(tmp_path / "dynamic.log", STEPS, BATCHES))
-    tokens = [0.5 * 12000 / 0.75, 0.7 * 20000, 0.75 * 16000]
-    assert [each.computed_tokens for each in dynamic] == pytest.approx(tokens)
-    assert [each.loss for each in dynamic] == [6.0, 5.0, 4.5]
-
-
 def test_logs_that_do_not_tell_are_refused(tmp_path):
     path = tmp_path / "x.log"
     path.write_text(ARGUMENTS + "Error\n")
@@ -357,11 +343,21 @@ def test_logs_that_do_not_tell_are_refused(tmp_path):
         read_log(path)
 
 
-def test_a_directory_of_two_logs_is_compared_in_words_and_drawn(tmp_path, capsys):
-    log(tmp_path / "dynamic.log", STEPS, BATCHES)
+def test_logs_of_two_runs_are_read_compared_in_words_and_drawn(tmp_path, capsys):
+    """A job's second line holds the mean of its first two iterations."""
+    dynamic = read_log(log(tmp_path / "dynamic.log", STEPS, BATCHES))
+    # 3, 5 and 4 micro-batches of each of 2 ranks, of 2 x 1000 tokens at most.
+    tokens = [0.5 * 12000 / 0.75, 0.7 * 20000, 0.75 * 16000]
+    assert [each.computed_tokens for each in dynamic] == pytest.approx(tokens)
+    assert [each.loss for each in dynamic] == [6.0, 5.0, 4.5]
     with pytest.raises(SystemExit, match=r"padded\.log"):
         sft_figure.main([str(tmp_path)])
-    log(tmp_path / "padded.log", [(1, 900, 6.0), (2, 1450, 5.625), (3, 1000, 4.5)])
+    padded = log(tmp_path / "padded.log", [(1, 900, 6.0), (2, 1450, 5.625), (3, 1000, 4.5)])
+    assert read_log(padded) == [
+        Iteration(1, 16, 6.0, 0.9, 8192),
+        Iteration(2, 32, 5.25, 2.0, 8192),
+        Iteration(3, 48, 4.5, 1.0, 8192),
+    ]
     sft_figure.main([str(tmp_path)])
     assert capsys.readouterr().out.startswith(
         "largest difference in loss over 3 steps: 2.5e-01 (logged to 7 digits)\n"

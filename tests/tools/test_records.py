@@ -105,13 +105,6 @@ def test_samples_that_share_tokens_are_recorded_with_the_plan(tmp_path: Path) ->
     assert (statistics.num_samples, statistics.real_tokens) == (6, 2 * 140)
 
 
-def test_a_step_out_of_a_batch_is_refused_where_it_is_read(tmp_path: Path) -> None:
-    _, lengths, _ = step_of()
-    steps = plan_batch(lengths, DIMS, CONFIG, samples_per_step=10).steps
-    with pytest.raises(RecordError, match="10 samples, but 24 lengths"):
-        recorded(tmp_path, (steps[1], lengths, None, None))
-
-
 def test_jobs_have_files_of_their_own(tmp_path: Path) -> None:
     recorders = [StepRecorder(tmp_path) for _ in range(3)]
     for number, recorder in enumerate(recorders):
