@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
 import functools
 import itertools
 import math
+import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,12 +51,23 @@ for _name in ("mark", "labels", "loss_mask"):
     MARKED = MARKED.declare(_name, Kind.PER_TOKEN)
 
 
-def marked(shapes: list[tuple[int, int]]) -> dict[str, list[Any]]:
-    """Samples of `MARKED` in which no two values of a field are the same, none of them 0."""
+def marked(
+    shapes: list[tuple[int, int]],
+    rows: Sequence[Sequence[int]] = (),
+    begins: random.Random | None = None,
+) -> dict[str, list[Any]]:
+    """Samples of `MARKED` in which no two tokens are the same, nor values of a field, none of them
+    0; but some samples of these rows begin as others."""
     totals = torch.tensor([total for total, _ in shapes])
     starts = (totals.cumsum(0) - totals + 1).tolist()
     samples = make_samples(shapes)
-    samples["tokens"] = [torch.arange(s, s + t) for s, (t, _) in zip(starts, shapes, strict=True)]
+    tokens = [torch.arange(s, s + t) for s, (t, _) in zip(starts, shapes, strict=True)]
+    for first, *others in rows:
+        for i in others if begins else ():
+            other = tokens[begins.choice([first, *others])]
+            common = begins.choice([0, begins.randint(0, len(other)), len(other)])
+            tokens[i][:common] = other[: len(tokens[i])][:common]
+    samples["tokens"] = tokens
     samples["mark"] = [torch.stack((each, -each), 1) for each in samples["tokens"]]
     samples["fewer"] = [each[: max(len(each) - 2, 0)] * 0.5 for each in samples["tokens"]]
     samples["position_ids"] = [
@@ -138,18 +148,18 @@ def block_of(
     return RowBlock(fields=fields, nodes=nodes, sample_indices=indices, **slices, **layout)
 
 
-def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int], dim: int = 0) -> Tensor:
+def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int]) -> Tensor:
     """The packed row, from the slices of all context-parallel ranks: of each segment these hold a
     chunk from its beginning, then one from its end."""
     if len(parts) == 1:
         return parts[0]
-    row, at = [parts[0].narrow(dim, 0, 0)], 0
+    row, at = [parts[0][:0]], 0
     for start, end in itertools.pairwise(cu_seqlens_padded):
         chunk = (end - start) // (2 * len(parts))
-        row += [part.narrow(dim, at, chunk) for part in parts]
-        row += [part.narrow(dim, at + chunk, chunk) for part in reversed(parts)]
+        row += [part[at : at + chunk] for part in parts]
+        row += [part[at + chunk : at + 2 * chunk] for part in reversed(parts)]
         at += 2 * chunk
-    return torch.cat(row, dim)
+    return torch.cat(row)
 
 
 def refusals(test: str, *namespaces: ModuleType | dict[str, Any]) -> list[Any]:
@@ -165,80 +175,22 @@ def refusals(test: str, *namespaces: ModuleType | dict[str, Any]) -> list[Any]:
         row = re.fullmatch(r"\| `(.+?)` \|(?: `(.+?)`)? \| (\w+) \| `(.+)` \|", line)
         assert row is not None, line
         code, each, error, text = row.groups()
-        given: list[dict[str, Any]] = [{}]
-        if each:
-            variables = {
-                node.id
-                for made in ast.walk(ast.parse(f"[0 {each}]"))
-                if isinstance(made, ast.comprehension)
-                for node in ast.walk(made.target)
-                if isinstance(node, ast.Name)
-            }
-            given = eval(f"[dict({', '.join(f'{v}={v}' for v in variables)}) {each}]", names)
-        for values in given:
+        # Its variables, by name.
+        for values in eval(f"[dict(locals()) {each or 'for _ in (0,)'}]", names, {}):
             pattern = text.format(**values) if each else text
             call = functools.partial(eval, code, names | values)
             found.append(pytest.param(call, eval(error, names), pattern, id=pattern))
     return found
 
 
-@dataclass
-class PlainRow:
-    """One full row, token by token."""
-
-    tokens: list[int]
-    labels: list[int]
-    position_ids: list[int]
-    loss_mask: list[float]
-    padding_mask: list[bool]
-    places: list[int]
-    """Of the token in its samples' tokens one behind the other; -1 for padding."""
-    offsets: list[int]
-    response_labels: list[int]
-    """Response tokens; 0 where nothing predicts one."""
-    response_weights: list[float]
-
-
-def plain_row(samples: dict[str, list[Any]], sample_multiple: int, row_multiple: int) -> PlainRow:
-    """The row that `pack` should make without context parallelism."""
-    padding = PAD, PAD, 0, 0.0, True, -1
-    row: list[tuple[Any, ...]] = []
-    offsets, response_labels, response_weights = [0], list[int](), list[float]()
-    tags = samples.get("is_padding") or [False] * len(samples["tokens"])
-    place = itertools.count()
-    for i, tokens in enumerate(samples["tokens"]):
-        ids, tag = tokens.tolist(), tags[i]
-        prompt = len(ids) - samples["response_lengths"][i]
-        weights = [0.0] * prompt + [
-            float(weight) * (not tag) for weight in samples["loss_masks"][i]
-        ]
-        for position, token in enumerate(ids):
-            label, weight = [*zip(ids, weights, strict=True), (PAD, 0.0)][position + 1]
-            row.append((token, label, position, weight, tag, next(place)))
-        row += [padding] * (-max(1, len(ids)) % sample_multiple + (not ids))
-        offsets.append(len(row))
-        # Nothing predicts the first token of a sample without a prompt.
-        first = [0] if ids and not prompt else []
-        response_labels += first + ids[max(prompt, 1) :]
-        response_weights += first + weights[max(prompt, 1) :]
-    row += [padding] * (-len(row) % row_multiple)
-    offsets += [len(row)] if offsets[-1] < len(row) else []
-    return PlainRow(*map(list, zip(*row, strict=True)), offsets, response_labels, response_weights)
-
-
 @st.composite
-def sample_shapes(draw: st.DrawFn, max_samples: int = 6) -> list[tuple[int, int]]:
+def sample_shapes(draw: st.DrawFn) -> list[tuple[int, int]]:
     """(total length, response length) of some samples, empty ones and whole responses included."""
-    totals = draw(st.lists(st.integers(0, 30), min_size=1, max_size=max_samples))
-    return [
-        (
-            total,
-            draw(
-                st.one_of(st.just(0), st.just(min(1, total)), st.just(total), st.integers(0, total))
-            ),
-        )
-        for total in totals
-    ]
+    made = []
+    for total in draw(st.lists(st.integers(0, 30), min_size=1, max_size=6)):
+        responses = st.sampled_from([0, min(1, total), total]) | st.integers(0, total)
+        made.append((total, draw(responses)))
+    return made
 
 
 def boundary_shapes(context_parallel_size: int) -> list[tuple[int, int]]:

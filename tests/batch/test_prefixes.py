@@ -43,45 +43,6 @@ def found(batch: dict[str, Any], units: Sequence[int] | None = None, **options: 
     return forest
 
 
-def spelt(forest: Forest, batch: dict[str, Any]) -> list[str]:
-    """The tokens of each node, in brackets behind those of its parents."""
-    texts = ["".join(map(chr, tokens.tolist())) for tokens in batch["tokens"]]
-    made: list[str] = []
-    for node in forest.nodes:
-        before = "" if node.parent < 0 else made[node.parent].replace("[", "").replace("]", "")
-        made.append(f"{before}[{texts[node.sample][node.start : node.end]}]")
-    return made
-
-
-def test_a_shared_node_ends_one_token_short_of_what_is_common() -> None:
-    batch = batch_of([("abcdghi", 3), ("abcdef", 2), ("x", 0), ("", 0)])
-    forest = found(batch)
-    assert spelt(forest, batch) == ["[abc]", "abc[dghi]", "abc[def]", "[x]"]
-    assert [forest.path(sample) for sample in range(4)] == [[0, 1], [0, 2], [3], []]
-    deeper = found(batch, spare=1)
-    assert spelt(deeper, batch) == ["[ab]", "ab[cdghi]", "ab[cdef]", "[x]"]
-
-
-def test_without_branches_only_turns_share() -> None:
-    batch = batch_of([("abcd", 1), ("abce", 1), ("ab", 1)])
-    forest = found(batch, branches=False)
-    assert (forest.tokens, forest.has_branches) == (8, False)
-
-
-def test_samples_of_different_units_share_nothing() -> None:
-    batch = batch_of([("abcd", 1), ("abcd", 1), ("abce", 1)])
-    assert found(batch, [0, 1, 1]).tokens == 4 + 6
-
-
-def test_equal_values_at_other_tokens_are_other_values() -> None:
-    weights = [[0.0, 1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]]
-    batch = batch_of([("abcde", 1), ("abcdef", 1)], weights=weights)
-    assert spelt(found(batch), batch) == ["[a]", "a[bcde]", "a[bcdef]"]
-    # By blocks, too: sums over all four values of a block are equal.
-    hashes = hashes_of_beginnings(Columns.read(batch, SCHEMA), 4)
-    assert find_forest([5, 6], hashes, block=4).tokens == 5 + 6
-
-
 def drawn(seed: int) -> dict[str, Any]:
     """Samples that branch from one another at any place, some that differ in a field, or lack its
     last values."""
@@ -127,9 +88,11 @@ def alike(batch: dict[str, Any], name: str, i: int, j: int, place: int) -> bool:
     return one.shape == other.shape and torch.allclose(one, other, equal_nan=True)
 
 
-def common(batch: dict[str, Any], i: int, j: int) -> int:
+def common(batch: dict[str, Any], units: Sequence[int], i: int, j: int) -> int:
     """Tokens that two samples may share, and the one behind them; by the definition."""
-    if any(batch["is_padding"][k] or batch["multimodal_train_inputs"][k] for k in (i, j)):
+    if units[i] != units[j] or any(
+        batch["is_padding"][k] or batch["multimodal_train_inputs"][k] for k in (i, j)
+    ):
         return 0
     fields = [name for name in FIELDS if name in batch]
     shortest = min(batch["total_lengths"][i], batch["total_lengths"][j])
@@ -142,7 +105,7 @@ def common(batch: dict[str, Any], i: int, j: int) -> int:
     return shortest
 
 
-def fewest(batch: dict[str, Any], spare: int) -> int:
+def fewest(batch: dict[str, Any], units: Sequence[int], spare: float) -> int:
     """Tokens that must be computed: each sample's own, behind what it shares with one before it."""
     totals = batch["total_lengths"]
     kept = [
@@ -150,26 +113,28 @@ def fewest(batch: dict[str, Any], spare: int) -> int:
         for i in range(len(totals))
         # Of equal samples the last stands for all.
         if not any(
-            common(batch, i, j) == totals[i] and (totals[j] > totals[i] or j > i)
+            common(batch, units, i, j) == totals[i] and (totals[j] > totals[i] or j > i)
             for j in range(len(totals))
             if j != i and totals[i]
         )
     ]
     shared = [
-        max((max(0, common(batch, i, j) - 1 - spare) for j in kept[:place]), default=0)
+        max((max(0, common(batch, units, i, j) - 1 - spare) for j in kept[:place]), default=0)
         for place, i in enumerate(kept)
     ]
     return sum(totals[i] for i in kept) - sum(shared)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(0, 2), st.integers(1, 4))
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2), st.integers(1, 4), st.booleans(), st.randoms())
 def test_any_forest_spells_its_samples_with_one_label_a_position(
-    seed: int, spare: int, block: int
+    seed: int, spare: int, block: int, branches: bool, draw: random.Random
 ) -> None:
     batch = drawn(seed)
     totals, tokens = batch["total_lengths"], batch["tokens"]
-    forest = found(batch, spare=spare)
+    units = draw.choices((0, 1), (4, 1), k=len(totals))
+    options: dict[str, Any] = {"spare": spare, "branches": branches}
+    forest = found(batch, units, **options)
     for sample, total in enumerate(totals):
         place = 0
         for node in map(forest.nodes.__getitem__, forest.path(sample)):
@@ -179,12 +144,14 @@ def test_any_forest_spells_its_samples_with_one_label_a_position(
             # The tokens, and the labels of as many depths, of whichever sample they are taken from.
             assert tokens[node.sample][node.start : end].equal(tokens[sample][node.start : end])
         assert place >= total
-    assert forest.tokens == fewest(batch, spare)
+    # Without branches only a sample that begins another shares its tokens.
+    assert forest.tokens == fewest(batch, units, spare if branches else math.inf)
+    assert branches or not forest.has_branches
     # By blocks of several tokens less is shared, never more.
-    hashes = hashes_of_beginnings(Columns.read(batch, SCHEMA), block)
-    coarse = find_forest(totals, hashes, block=block, spare=spare)
+    hashes = hashes_of_beginnings(Columns.read(batch, SCHEMA), block, units=units)
+    coarse = find_forest(totals, hashes, block=block, **options)
     assert coarse.tokens >= forest.tokens
-    assert block > 1 or coarse == find_forest(totals, hashes, spare=spare)
+    assert block > 1 or coarse == forest
 
 
 @settings(max_examples=150, deadline=None)
