@@ -16,9 +16,7 @@ SECONDS = 150  # a rank that waits for another gives up before
 TIMEOUT = datetime.timedelta(seconds=120)
 
 
-def reports_of_group(
-    report: Callable[[int, int], Any], size: int, folder: Path, seconds: float = SECONDS
-) -> list[Any]:
+def reports_of_group(report: Callable[[int, int], Any], size: int, folder: Path) -> list[Any]:
     """What ``report(rank, size)`` returns on each rank of a gloo group."""
     multiprocessing.set_forkserver_preload(
         ["torch.distributed", "mcore_batching.rl", "pytest", "hypothesis"]
@@ -31,7 +29,7 @@ def reports_of_group(
         start_method="forkserver",  # imports what takes seconds once for all
     )
     try:
-        assert not is_up(seconds, context.join), f"not done after {seconds} seconds"
+        assert not is_up(SECONDS, context.join), f"not done after {SECONDS} seconds"
     finally:
         for process in context.processes:
             if process.is_alive():

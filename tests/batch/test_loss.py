@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 
 from mcore_batching.batch import (
     DEFAULT_SCHEMA,
-    BatchError,
-    Kind,
     PackedMicroBatch,
     StepTotals,
     gather_response,
@@ -30,7 +28,6 @@ from mcore_batching.batch import (
 )
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.loss import step_totals
-from mcore_batching.planning import LengthError
 
 
 def make_samples(shapes: list[tuple[int, int]], seed: int) -> dict[str, list[Any]]:
@@ -57,35 +54,29 @@ def make_row(
 
 
 def plain_means(samples: dict[str, list[Any]], values: list[torch.Tensor]) -> dict[str, float]:
-    """The means, written down sample by sample."""
-    weighted, weight, means, trained = 0.0, 0.0, [], 0
-    groups: dict[str, dict[Any, list[float]]] = {"trajectory": {}, "prompt": {}}
+    """The means, written down sample by sample: each over groups of the mean over a group."""
+    names = "token", "sample", "trajectory", "prompt"
+    groups: dict[str, dict[Any, list[float]]] = {name: {} for name in names}
     for i, value in enumerate(values):
         if samples["is_padding"][i]:
             continue
         mask = samples["loss_masks"][i].clone()
         if samples["total_lengths"][i] == samples["response_lengths"][i]:
             mask[:1] = 0
-        total, count = float((value * mask)[mask != 0].sum()), float(mask.sum())
-        weighted, weight = weighted + total, weight + count
-        means.append(total / count if count else 0.0)
-        trained += count > 0
         prompt = samples["uids"][i]
-        for name, key in (
-            ("prompt", prompt),
-            ("trajectory", (prompt, samples["trajectory_ids"][i])),
-        ):
+        keys = 0, i, (prompt, samples["trajectory_ids"][i]), prompt
+        for name, key in zip(names, keys, strict=True):
             sums = groups[name].setdefault(key, [0.0, 0.0])
-            sums[0], sums[1] = sums[0] + total, sums[1] + count
-    of_groups = {
+            sums[0] += float((value * mask)[mask != 0].sum())
+            sums[1] += float(mask.sum())
+    means = {
         name: sum(total / (count or 1.0) for total, count in each.values()) / (len(each) or 1)
         for name, each in groups.items()
     }
-    return of_groups | {
-        "sum": weighted / 7.0,
-        "token": weighted / weight if weight else 0.0,
-        "sample": sum(means) / len(means) if means else 0.0,
-        "trained": sum(means) / trained if trained else 0.0,
+    trained = [total / count for total, count in groups["sample"].values() if count]
+    return means | {
+        "sum": sum(total for total, _ in groups["sample"].values()) / 7.0,
+        "trained": sum(trained) / (len(trained) or 1),
     }
 
 
@@ -147,36 +138,6 @@ def test_placeholder_counts_nothing_and_stays_on_the_graph() -> None:
         assert gradient.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_mean_over_groups_names_ids_that_are_missing_or_of_another_step() -> None:
-    samples = make_samples([(4, 2), (5, 3)], seed=1) | {"is_padding": [False, False]}
-    samples |= {"uids": ["a", "b"], "trajectory_ids": [0, 0]}
-    row, values = make_row(samples, (0, 1)), [torch.zeros(2), torch.zeros(3)]
-    totals = step_totals(row.fields.taken([0]))[0]
-    assert set(totals.trajectory_weights) == {("a", 0)}
-    with pytest.raises(
-        BatchError, match=r"trajectory_ids \('b', 0\) of the row is not among the 1 "
-    ):
-        trajectory_mean(values, row, totals)
-    with pytest.raises(BatchError, match="uids 'b' of the row is not among the 1 "):
-        prompt_mean(values, row, totals)
-    for name, mean in (("trajectory_ids", trajectory_mean), ("uids", prompt_mean)):
-        without = make_row({key: each for key, each in samples.items() if key != name}, (0,))
-        with pytest.raises(BatchError, match=f"needs {name}; give one per sample"):
-            mean(values[:1], without, totals)
-    # No error of losses without groups.
-    unhashable = make_row(samples | {"uids": [["a"], ["b"]]}, (0, 1))
-    totals = step_totals(unhashable.fields)[0]
-    assert token_mean(values, unhashable, totals).item() == 0.0
-    with pytest.raises(LengthError, match="the group of sample 0 must be hashable"):
-        prompt_mean(values, unhashable, totals)
-    # Nor of losses over other groups.
-    unhashable = make_row(samples | {"trajectory_ids": [[0], [0]]}, (0, 1))
-    totals = step_totals(unhashable.fields)[0]
-    assert prompt_mean(values, unhashable, totals).item() == 0.0
-    with pytest.raises(LengthError, match="the group of sample 0 must be hashable"):
-        trajectory_mean(values, unhashable, totals)
-
-
 def test_values_that_were_gathered_are_read_as_the_list_that_holds_them_now() -> None:
     samples = make_samples([(4, 2), (5, 3)], seed=1) | {"is_padding": [False, False]}
     samples["loss_masks"] = [torch.ones(2), torch.ones(3)]
@@ -206,52 +167,6 @@ def test_padding_samples_do_not_show_in_the_last_bit(seed: int, more: int) -> No
         mine = [values[i] for i in indices]
         shares.append([mean(mine, row, totals).item() for mean in (token_mean, sample_mean)])
     assert shares[0] == shares[1]
-
-
-WEIGHTS = st.sampled_from([[1.0], [0.0, 1.0], [0.0], [0.5, 0.0, 3.0], [1e-30, 1.0]])
-
-
-@settings(max_examples=150, deadline=None)
-@given(batch_cases.sample_shapes(), WEIGHTS, st.booleans(), st.booleans(), st.randoms())
-def test_totals_are_those_counted_token_by_token(
-    shapes: list[tuple[int, int]],
-    weights: list[float],
-    has_masks: bool,
-    has_labels: bool,
-    draw: random.Random,
-) -> None:
-    samples = batch_cases.make_samples(shapes)
-    tags = [draw.random() < 0.2 for _ in shapes]
-    name = "loss_mask" if has_labels else "loss_masks"
-    lengths = [total if has_labels else response for total, response in shapes]
-    masks = [draw.choices(weights if has_masks else [1.0], k=length) for length in lengths]
-    samples |= {"is_padding": tags, "uids": [str(i % 2) for i in range(len(shapes))]}
-    samples["loss_masks"] = None
-    if has_masks or has_labels:
-        samples[name] = masks
-    schema = DEFAULT_SCHEMA.declare("loss_mask", Kind.PER_TOKEN)
-    chosen = draw.sample(range(len(shapes)), draw.randint(0, len(shapes)))
-    columns = Columns.read(samples, schema).taken(chosen)
-
-    def counted(i: int, depth: int) -> list[float]:
-        """Weights of the tokens that something predicts at this depth."""
-        total, response = shapes[i]
-        first = depth if has_labels else max(depth + 1 - (total - response), 0)
-        return [] if tags[i] and not has_labels else masks[i][first:]
-
-    for _ in range(2):  # added up once, and read again
-        totals, of_depths = step_totals(columns, 3, has_labels=has_labels)
-        for depth, found in enumerate(of_depths):
-            assert found == pytest.approx(sum(sum(counted(i, depth)) for i in chosen), rel=1e-12)
-        own = [counted(i, 0) for i in chosen]
-        assert totals.num_samples == sum(not tags[i] for i in chosen)
-        assert totals.num_trained_samples == sum(any(each) for each in own)
-        assert totals.num_tokens == sum(weight != 0 for each in own for weight in each)
-        of_prompts = dict.fromkeys(sorted({samples["uids"][i] for i in chosen if not tags[i]}), 0.0)
-        for i in chosen:
-            if not tags[i]:
-                of_prompts[samples["uids"][i]] += sum(counted(i, 0))
-        assert totals.prompt_weights == pytest.approx(of_prompts, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import arange, ones, rand, tensor, zeros
 
-from mcore_batching import batch
+from mcore_batching import batch, planning
 from mcore_batching.batch import (
     DEFAULT_SCHEMA,
     Field,
@@ -24,16 +24,17 @@ from mcore_batching.batch import (
     Kind,
     Schema,
     SchemaError,
-    StepTotals,
     fields,
     gather_response,
     make_placeholder,
+    prompt_mean,
     restore_order,
     row_index,
     token_mean,
 )
 from mcore_batching.batch import values as value_checks
 from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.loss import step_totals
 from mcore_batching.batch.values import require_vocabulary
 
 TOKEN, RESPONSE, SAMPLE = Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE
@@ -106,12 +107,16 @@ def gathered(shape: tuple[int, ...], size: int = 1) -> Any:
     return gather_response(rand(shape), row)
 
 
-def loss_of(*values: Any) -> Any:
-    (row,) = pack_on_all_ranks(make_samples([(4, 2), (5, 3)]))
-    return token_mean([*values], row, StepTotals())
+def loss_of(
+    *values: Any, mean: Any = token_mean, counted: Sequence[int] = (0, 1), **fields: Any
+) -> Any:
+    """A loss of two samples, by the totals of these."""
+    (row,) = pack_on_all_ranks(make_samples([(4, 2), (5, 3)]) | fields)
+    return mean([*values] or [zeros(2), zeros(3)], row, step_totals(row.fields.taken(counted))[0])
 
 
-REFUSALS = refusals(__file__, torch, batch, row_index, value_checks, globals())
+GROUPS = {"uids": ["a", "b"], "trajectory_ids": [0, 0]}
+REFUSALS = refusals(__file__, torch, planning, batch, row_index, value_checks, globals())
 
 
 @pytest.mark.parametrize(("call", "error", "text"), REFUSALS)
@@ -138,6 +143,9 @@ def test_what_resembles_it_passes() -> None:
     DEFAULT_SCHEMA.validate(make_samples([(5, 1), (4, 1)]) | {"rewards": zeros(2, 1)})
     DEFAULT_SCHEMA.validate({key: [] for key in DEFAULT_SCHEMA})
     assert restore_order(["a", "b"], tensor([1, 0]), 2) == ["b", "a"]  # type: ignore[arg-type]
+    # Ids that name no groups are no error of losses without groups, or over other groups.
+    loss_of(uids=[["a"], ["b"]])
+    loss_of(mean=prompt_mean, uids=["a", "b"], trajectory_ids=[[0], [0]])
     require_vocabulary("tokens", [tensor([0, 63]), tensor([5])], 64)
     require_vocabulary("labels", [tensor([5, -100])], 64, [tensor([1.0, 0.0])])
     require_vocabulary("labels", [zeros(0, dtype=torch.int64)] * 2, 64)
