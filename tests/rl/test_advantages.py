@@ -158,31 +158,19 @@ def test_trajectories_and_single_sequences() -> None:
 
 
 @pytest.mark.parametrize("rewards", [None, [3e7, 3e7, 3e7 + 4, 0.0, 0.0, 9.0]])
-@pytest.mark.parametrize("steps", [STEPS, [[3, 1], [0]], None])
-def test_normalisation_is_by_step(rewards: Any, steps: Any) -> None:
+@pytest.mark.parametrize("steps", [STEPS, [[3, 1], [0]], STEPS[1:], [], None])
+@pytest.mark.parametrize("by", [("dr_grpo", True), ("reinforce_baseline", None)])
+def test_normalisation_is_by_step(rewards: Any, steps: Any, by: Any) -> None:
     """Also of large values, where differences of sums lose their digits; without steps all samples
-    are one."""
-    batch = turns_of(0) | ({"rewards": rewards} if rewards else {})
-    found = compute_advantages(batch, "dr_grpo", step_wise=True, steps=steps, normalize=True)
-    for step in steps or [list(range(6))]:
-        for (_, i), expected in plain_zscores([batch], step).items():
-            assert found[i].tolist() == pytest.approx(expected, **ROUNDING)
-
-
-def test_steps_and_the_samples_of_none() -> None:
-    batch = turns_of(0)
-    found = compute_advantages(batch, "dr_grpo", step_wise=True, steps=STEPS, normalize=True)
-    none = compute_advantages(batch, "dr_grpo", step_wise=True, steps=[], normalize=True)
-    assert not torch.cat(none).any()
-    default = compute_advantages(batch, "reinforce_baseline", step_wise=True, steps=STEPS)
-    assert all(map(torch.equal, default, found))
-    once = (iter(step) for step in STEPS)
-    found_once = compute_advantages(batch, "reinforce_baseline", step_wise=True, steps=once)
-    assert all(map(torch.equal, found_once, found))
-    partly = compute_advantages(batch, "dr_grpo", step_wise=True, steps=STEPS[1:], normalize=True)
-    assert all(map(torch.equal, partly[3:], found[3:]))
-    # Not as they are: they would be on another scale than those beside them.
-    assert not torch.cat(partly[:3]).any()
+    are one. Samples of no step are 0: as they are they would be on another scale."""
+    batch, (estimator, normalize) = turns_of(0) | ({"rewards": rewards} if rewards else {}), by
+    once = None if steps is None else (iter(step) for step in steps)
+    found = compute_advantages(batch, estimator, step_wise=True, steps=once, normalize=normalize)
+    expected = {i: [0.0] * len(each) for i, each in enumerate(found)}
+    for step in [list(range(6))] if steps is None else steps:
+        expected |= {i: values for (_, i), values in plain_zscores([batch], step).items()}
+    for i, values in expected.items():
+        assert found[i].tolist() == pytest.approx(values, **ROUNDING)
 
 
 def test_advantages_are_where_the_masks_are() -> None:
@@ -241,11 +229,10 @@ METRICS = [
 def report(rank: int, _size: int) -> dict[str, Any]:
     """What each call on a rank came to, or its error with what survives pickling; the same calls on
     every rank."""
-    world, last_two = dist.group.WORLD, dist.new_group([1, 2])
 
     def called(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         try:
-            return function(*arguments, **{"group": world} | options)
+            return function(*arguments, **{"group": dist.group.WORLD} | options)
         except ValueError as error:
             again = pickle.loads(pickle.dumps(error))
             return f"{type(error).__name__}: {again}"
@@ -256,7 +243,7 @@ def report(rank: int, _size: int) -> dict[str, Any]:
         return called(compute_advantages, batch, "dr_grpo", **options)
 
     def metrics(fields: Any = ("rewards",), **changed: Any) -> Any:
-        fields = list(fields) if rank == 0 else fields  # any sequence of the same names
+        fields = (list, iter, tuple)[rank](fields)  # the same names, in any form
         return called(sample_metrics, METRICS[rank] | (changed if rank == 1 else {}), fields)
 
     all_padding = {"is_padding": [True] * len(METRICS[rank]["uids"])}
@@ -267,7 +254,6 @@ def report(rank: int, _size: int) -> dict[str, Any]:
         "field": normalized(turns_of(rank) | ({} if rank else {"rewards": None})),
         "number of steps": normalized(turns_of(rank), STEPS[: 2 - rank % 2]),
         "alone": called(compute_advantages, SPLIT[rank], group=None),
-        "of two ranks": rank and called(compute_advantages, SPLIT[rank], group=last_two),
         "metrics": metrics(),
         "metrics of padding alone": called(
             sample_metrics, METRICS[rank] | all_padding, ["rewards"]
@@ -326,11 +312,6 @@ def test_groups_that_are_whole_pass(reports: list[dict[str, Any]], case: str) ->
     assert all(isinstance(report[case], list) for report in reports)
     found = torch.cat(reports[1]["whole"])
     assert found.tolist() == pytest.approx([-(0.5**0.5), 0.0, 0.5**0.5], abs=1e-5)
-
-
-def test_ranks_are_named_as_the_job_counts_them(reports: list[dict[str, Any]]) -> None:
-    for own in reports[1:]:
-        assert "groups are split: 'c' on ranks 1, 2; give" in own["of two ranks"]
 
 
 @pytest.mark.parametrize("masked", ["both", "one rank is masked", "all masked"])

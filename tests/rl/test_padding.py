@@ -25,7 +25,6 @@ from mcore_batching.rl import (
     real_samples,
     required_batch_multiple,
     response_values,
-    sample_metrics,
     unpad,
 )
 
@@ -51,14 +50,10 @@ def test_divisible_minimal_and_untouched(
             assert len(result[key]) == size
             assert result[key] is not values
             assert all(a is b for a, b in zip(result[key], values, strict=False))
-    assert len(set(result["uids"][len(shapes) :])) == size - len(shapes)
-    assert not set(result["uids"][len(shapes) :]) & set(batch["uids"])
     DEFAULT_SCHEMA.validate(result)
-    # Tags of the batch stay, and all identifiers are new.
+    # Tags of the batch stay.
     again = pad_batch(result, size + 3, pad_token_id=PAD)
     assert again["is_padding"] == [*result["is_padding"], *[True] * 3]
-    assert len(set(again["uids"][len(shapes) :])) == size + 3 - len(shapes)
-    assert len(set(again["sample_indices"])) == size + 3
 
 
 def test_fabricated_values_share_memory_with_nothing() -> None:
@@ -273,13 +268,10 @@ def test_what_a_fill_is_cannot_be_inferred(
         pad_batch(batch, 3, scope["schema"], pad_token_id=PAD)
 
 
-def test_identifiers_of_ones_own_and_kinds_without_one() -> None:
+def test_identifiers_of_ones_own() -> None:
     batch = {**make_samples([(4, 2), (3, 1)]), "prompt_number": [0, 0]}
     schema = DEFAULT_SCHEMA.declare("prompt_number", Kind.PER_SAMPLE, fill=Fill.IDENTIFIER)
-    result = pad_batch(batch, 3, schema, pad_token_id=PAD)
-    assert result["prompt_number"][2] < 0
-    schema = schema.declare("prompt_number", Kind.PER_SAMPLE, fill=Fill.ONES)
-    assert pad_batch(batch, 3, schema, pad_token_id=PAD)["prompt_number"][2] == 1
+    assert pad_batch(batch, 3, schema, pad_token_id=PAD)["prompt_number"][2] < 0
 
 
 def test_a_schema_without_the_tag_gets_it() -> None:
@@ -299,22 +291,6 @@ def test_verl_fault_the_multiple_of_a_batch(
     sizes = {"data_parallel_size": 2, "samples_per_prompt": 8, "actor_mini_batch_size": 15}
     more = {"critic_mini_batch_size": critic, "actor_trains": actor_trains}
     assert required_batch_multiple(**sizes, **more) == multiple
-
-
-def test_verl_fault_metrics_count_padding() -> None:
-    expected = {
-        "rewards/mean": 2.5,
-        "rewards/max": 4.0,
-        "rewards/min": 1.0,
-        "response_lengths/mean": 2.0,
-        "response_lengths/max": 2.0,
-        "response_lengths/min": 2.0,
-    }
-    batch = make_samples([(5, 2)] * 4) | {"rewards": [1.0, 2.0, 3.0, 4.0]}
-    names, padded = ["rewards", "response_lengths"], pad_batch(batch, 16, pad_token_id=0)
-    for fields in (names, iter(names)):  # they may come one by one
-        assert sample_metrics(padded, fields) == expected  # type: ignore[arg-type]
-    assert sample_metrics(make_samples([]), names[1:]) == {}
 
 
 @settings(max_examples=40)
@@ -343,40 +319,30 @@ def test_every_field_is_sliced_alike(tags: list[bool]) -> None:
 
 
 @settings(max_examples=80)
-@given(sample_shapes())
-def test_unpad_is_the_inverse_of_left_pad(shapes: list[tuple[int, int]]) -> None:
-    for axes in ((), (AXES,)):
-        samples = full_batch(shapes, axes=axes)
-        del samples["returns"]
-        assert equal(unpad(left_pad(samples, pad_token_id=PAD)), samples)
-
-
-@settings(max_examples=60)
-@given(sample_shapes())
-def test_layout_token_by_token(shapes: list[tuple[int, int]]) -> None:
-    samples = make_samples(shapes)
+@given(sample_shapes(), st.booleans())
+def test_layout_token_by_token_and_back(shapes: list[tuple[int, int]], has_axes: bool) -> None:
+    samples = full_batch(shapes, axes=(AXES,) if has_axes else ())
+    del samples["returns"]
     blocks = left_pad(samples, pad_token_id=PAD)
+    assert equal(unpad(blocks), samples)
     width = max(total for total, _ in shapes)
     widest = max(response for _, response in shapes)
     assert blocks.tokens.shape == (len(shapes), width)
-    positions = blocks.position_ids
+    # Those that samples bring, or counted.
+    counted = left_pad(make_samples(shapes), pad_token_id=PAD).position_ids
+    positions = blocks.position_ids if has_axes else counted[:, None]
     for i, (total, response) in enumerate(shapes):
         ids = samples["tokens"][i].tolist()
         assert blocks.tokens[i].tolist() == [PAD] * (width - total) + ids
         assert blocks.attention_mask[i].tolist() == [False] * (width - total) + [True] * total
-        assert positions[i].tolist() == [0] * (width - total) + list(range(total))
+        for axis, found in enumerate(positions[i].tolist()):
+            assert found == [0] * (width - total) + list(range(axis, axis + total))
         mask = samples["loss_masks"][i].tolist()
         assert blocks.blocks["loss_masks"][i].tolist() == [0] * (widest - response) + mask
         assert blocks.response_mask[i].tolist() == [False] * (widest - response) + [True] * response
     # Readers that slice from the left get padding (SkyRL); of an empty response [-0:] is all of it.
     for name in ("loss_masks", "advantages"):
         assert all(map(torch.equal, response_values(blocks, blocks.blocks[name]), samples[name]))
-
-
-def test_position_ids_that_samples_bring_are_the_batchs() -> None:
-    blocks = left_pad(full_batch([(2, 1), (3, 1)]), pad_token_id=PAD)
-    assert blocks.position_ids.shape == (2, 3, AXES)
-    assert blocks.position_ids[:, :, 1].tolist() == [[0, 1, 2], [1, 2, 3]]
 
 
 def test_skyrl_fault_samples_beyond_max_seq_len_are_warned_of_and_whole() -> None:
