@@ -17,18 +17,18 @@ COMMAND = f"python tests/{Path(__file__).name}"
 NO_BODY: list[ast.stmt] = [ast.Expr(ast.Constant(...))]
 
 
-def sections() -> dict[str, str]:
-    """Title to text: every package whose ``__init__`` has an ``__all__``, and the flags."""
-    found = {}
+def text() -> str:
+    """Sections of every package whose ``__init__`` has an ``__all__``, and of the flags."""
+    made = ""
     for path in sorted((REPOSITORY / "mcore_batching").rglob("__init__.py")):
-        text = path.read_text(encoding="utf-8")
-        if "\n__all__ = " in text:
+        source = path.read_text(encoding="utf-8")
+        if "\n__all__ = " in source:
             face = ".".join(path.parent.relative_to(REPOSITORY).parts)
-            (exported,) = definitions("__all__", ast.parse(text))
+            (exported,) = definitions("__all__", ast.parse(source))
             assert isinstance(exported, ast.Assign)
             names = ast.literal_eval(exported.value)
-            found[face] = "\n".join(stub(name, face) for name in sorted(names))
-    return found | {"flags": "\n".join(all_flags())}
+            made += "\n".join([f"== {face}", *(stub(name, face) for name in sorted(names)), "\n"])
+    return made + "\n".join(["== flags", *all_flags(), ""])
 
 
 def definitions(name: str, tree: ast.Module) -> Iterator[ast.stmt]:
@@ -89,10 +89,9 @@ def all_flags() -> Iterator[str]:
 
     parser = build_parser()
     yield from flags("mcore-batching", parser)
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, command in action.choices.items():
-                yield from flags(f"mcore-batching {name}", command)
+    (commands,) = parser._subparsers._group_actions
+    for name, command in commands.choices.items():
+        yield from flags(f"mcore-batching {name}", command)
     jobs = add_dynamic_batch_arguments(argparse.ArgumentParser())
     yield from flags("add_dynamic_batch_arguments", jobs)
 
@@ -116,13 +115,6 @@ def flags(title: str, parser: argparse.ArgumentParser) -> Iterator[str]:
         yield " ".join(parts)
 
 
-def read() -> dict[str, str]:
-    """The snapshot's sections."""
-    parts = SNAPSHOT.read_text(encoding="utf-8").split("== ")[1:]
-    return {title: text.strip("\n") for title, _, text in (part.partition("\n") for part in parts)}
-
-
 if __name__ == "__main__":
     sys.path.insert(0, str(REPOSITORY))
-    made = "\n".join(f"== {title}\n{text}\n" for title, text in sections().items())
-    SNAPSHOT.write_text(made, encoding="utf-8", newline="\n")
+    SNAPSHOT.write_text(text(), encoding="utf-8", newline="\n")

@@ -30,6 +30,8 @@ def test_links_and_files_exist(path: Path) -> None:
     places = [path.parent, *(REPOSITORY / root for root in ROOTS)]
     own = [name for name in named if not name.startswith("megatron/training")]
     assert [name for name in own if not any((place / name).exists() for place in places)] == []
+    # No package index has it: it is installed from a checkout.
+    assert re.findall(r"pip install (?:-\S+ )*(mcore[-_]batching\S*)", text) == []
 
 
 @each_document
@@ -40,18 +42,6 @@ def test_python_that_is_shown_can_be_imported(path: Path) -> None:
             pytest.importorskip("megatron.core" if "megatron" in str(node.module) else "torch")
             module = __import__(str(node.module), fromlist=["*"])
             assert [each.name for each in node.names if not hasattr(module, each.name)] == []
-
-
-@each_document
-def test_the_package_is_installed_from_a_checkout(path: Path) -> None:
-    """No package index has it."""
-    found = re.findall(r"pip install (?:-\S+ )*(\S+)", path.read_text(encoding="utf-8"))
-    assert [what for what in found if re.match(r"mcore[-_]batching", what)] == []
-
-
-def blocks_of_readme(language: str) -> list[str]:
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 RESULTS = """
@@ -66,7 +56,8 @@ def test_the_loop_runs_and_the_readme_shows_it(tmp_path: Path) -> None:
     from kit.harness import launch
 
     loop = (REPOSITORY / "examples" / "loop.py").read_text(encoding="utf-8")
-    (shown,) = blocks_of_readme("python")
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     assert [line for line in shown.splitlines() if line not in loop.splitlines()] == []
     script = tmp_path / "loop.py"
     script.write_text(loop + RESULTS)
