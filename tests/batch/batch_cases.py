@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from kit.samples import pack
 from torch import Tensor
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch, Schema
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.row_block import RowBlock
 from mcore_batching.batch.row_index import Nodes
@@ -121,13 +120,16 @@ def pack_on_all_ranks(
     samples: dict[str, Any], size: int = 1, **options: Any
 ) -> list[PackedMicroBatch]:
     """The row of these samples, as each of `size` context-parallel ranks packs it."""
-    given = {
-        "sample_indices": range(len(samples["tokens"])),
-        "sample_alignment_tokens": 2 * size if size > 1 else 1,
-        "context_parallel_size": size,
-        "pad_token_id": PAD,
-    } | options
-    return [pack(samples, context_parallel_rank=rank, **given) for rank in range(size)]
+    given = {"size": size, "align": 2 * size if size > 1 else 1, "pad_token_id": PAD} | options
+    return [pack(samples, rank=rank, **given) for rank in range(size)]
+
+
+def pack(
+    samples: dict[str, Any], schema: Schema = DEFAULT_SCHEMA, **options: Any
+) -> PackedMicroBatch:
+    """The row of all samples, which are checked."""
+    columns = Columns.read(samples, schema)
+    return block_of(columns, [range(len(columns.total_lengths))], **options).rows()[0]
 
 
 def block_of(
@@ -138,11 +140,12 @@ def block_of(
     size: int = 1,
     rank: int = 0,
     forest: Forest | None = None,
+    is_placeholder: bool = False,
     **layout: Any,
 ) -> RowBlock:
     """Rows of some of the samples, packed at once."""
     nodes = [Nodes.of(columns.total_lengths, row, forest, align, row_align) for row in rows]
-    indices = [tuple(row) for row in rows]
+    indices = [() if is_placeholder else tuple(row) for row in rows]
     fields = columns.taken([*itertools.chain(*rows)])
     slices = {"context_parallel_size": size, "context_parallel_rank": rank}
     return RowBlock(fields=fields, nodes=nodes, sample_indices=indices, **slices, **layout)

@@ -67,10 +67,9 @@ def test_every_rank_has_values_and_gradients_of_the_unsliced_row(
 ) -> None:
     """Also of rows with padding of their own, and, without samples, of a placeholder."""
     samples = make_samples(shapes or [(3, 1)])
-    options: dict[str, Any] = {"row_alignment_tokens": 14 * size}
+    options: dict[str, Any] = {"row_align": 14 * size, "is_placeholder": not shapes}
     if not shapes:
         samples = make_placeholder(DEFAULT_SCHEMA, samples, samples)
-        options |= {"sample_indices": ()}
     rows = pack_on_all_ranks(samples, size, **options)
     stream = full_stream(rows[0].host_cu_seqlens_padded[-1], trailing)
     expected = plain_responses(stream, rows[0])
@@ -120,6 +119,7 @@ def test_order(plan_order: list[int]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(-2, 9), max_size=9), st.integers(0, 9), st.integers(0, 9))
+@example([0], 2, 1)
 def test_anything_but_a_permutation_is_refused(
     indices: list[int], num_values: int, num_samples: int
 ) -> None:

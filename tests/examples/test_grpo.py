@@ -16,11 +16,11 @@ pytest.importorskip("megatron.core")
 import objective
 import warm_start
 from arithmetic_game import games
+from batch_cases import pack
 from batches import group_advantages, rollout_data, share_of_rank
 from byte_tokens import BEGIN, END, encode, text_of
 from comparison import compare
 from game_conversations import ROLLOUTS, conversations
-from kit.samples import pack
 from metrics import IterationMetrics, StepMetrics, append, read
 from number_chain import LARGEST, MAX_ROUNDS, NumberChain, new_game, scripted_answers
 from objective import GRPOObjective
@@ -262,7 +262,7 @@ def row_of(lengths, **fields):
         "total_lengths": [length + 2 for length in lengths],
         "response_lengths": lengths,
     }
-    return pack(batch | fields, sample_indices=range(len(lengths)))
+    return pack(batch | fields)
 
 
 def test_the_loss_is_clipped_grpo_by_hand(monkeypatch):

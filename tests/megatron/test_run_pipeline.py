@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from kit.samples import pack
+from batch_cases import pack
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -216,7 +216,7 @@ def test_experts_that_the_model_lacks_are_refused(experts: Any, message: str) ->
 def test_a_placeholder_gets_as_many_layers_as_the_model() -> None:
     """A rank that has no sample has not seen any."""
     fabricated = make_placeholder(DEFAULT_SCHEMA, [*samples_of(), FIELD], None)
-    placeholder = pack(fabricated, sample_indices=(), row_alignment_tokens=6)
+    placeholder = pack(fabricated, is_placeholder=True, row_align=6)
     found = routing._experts(placeholder, FIELD, model()[0].config)
     assert found.shape == (6, 4, 2)
     assert bool((found[..., 0] != found[..., 1]).all())
@@ -300,7 +300,7 @@ def groups(tmp_path: Path) -> Iterator[None]:
 
 
 def row_of(length: int) -> Any:
-    return pack(samples_of(length), sample_indices=[0])
+    return pack(samples_of(length))
 
 
 def fused(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[FusedLogits, list[None]]:
