@@ -35,8 +35,6 @@ def test_each_flat_field_is_one_tensor_of_its_own() -> None:
         assert columns[name][0].shape != (9,)
     assert columns["position_ids"][1].shape == (2, 0)
     assert not columns.flat("mark")[-1].any()
-    with pytest.raises(KeyError):
-        columns["absent"]
 
 
 def test_values_of_several_types_become_one_that_holds_all_without_a_graph() -> None:
