@@ -166,13 +166,15 @@ def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int]) -> T
 
 
 def refusals(test: str, *namespaces: ModuleType | dict[str, Any]) -> list[Any]:
-    """A call, its error and a pattern of its text for each row of the table beside a test, as its
-    parameters. The table's code sees these names."""
+    """A call, its error and a pattern of its text for each row of the table beside a test, or of
+    its part under the test's name, as its parameters. The table's code sees these names."""
     dicts = (vars(each) if isinstance(each, ModuleType) else each for each in namespaces)
     # torch has a `range` of its own.
     names = {name: value for each in dicts for name, value in each.items()} | vars(builtins)
     found = []
-    for line in Path(test).with_name("REFUSALS.md").read_text(encoding="utf-8").splitlines():
+    table = Path(test).with_name("REFUSALS.md").read_text(encoding="utf-8")
+    own = table.partition(f"## {Path(test).stem}\n")[2].partition("\n## ")[0]
+    for line in (own or table).splitlines():
         if not line.startswith("| `"):
             continue
         row = re.fullmatch(r"\| `(.+?)` \|(?: `(.+?)`)? \| (\w+) \| `(.+)` \|", line)

@@ -1,11 +1,12 @@
-"""Jobs on the twin: whole steps, calls that make the host wait, losses that should not pass."""
+"""Jobs on the twin: whole steps, and calls that make the host wait."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
+import pytest
 import torch
 import twin as twins
 from bootstrap import build_model, pipeline_config
@@ -27,9 +28,8 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.log_probs import Options, StatisticsOfLogits, StatisticsOfProduct
 from mcore_batching.planning import ParallelDims, step_statistics
-from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS, ModelShape, predicted_memory
+from mcore_batching.planning.plans.memory import ModelShape, predicted_memory
 
 TWIN = twins.install()
 LENGTHS = [37, 80, 64, 11, 90, 45, 23]
@@ -46,7 +46,6 @@ def whole_step(
     on_device: bool = False,
     distributed_optimizer: bool = False,
     model: dict[str, Any] | None = None,
-    fault: Callable[[Tensor], Tensor] = lambda share: share,
     **flags: Any,
 ) -> dict[str, Any]:
     """What happens in all calls of a step, of this rank's `lengths`; samples begin alike."""
@@ -86,7 +85,7 @@ def whole_step(
         types.add(str(logits.dtype))
         new = response_log_probs(logits, row)
         terms = zip(new, row["log_probs"], row["advantages"], strict=True)
-        share = fault(token_mean([-(n - old).exp() * a for n, old, a in terms], row, totals))
+        share = token_mean([-(n - old).exp() * a for n, old, a in terms], row, totals)
         types.update({str(each.dtype) for each in (*new, share)})
         return share, {"policy": share}
 
@@ -127,33 +126,17 @@ def _predicted(schedule: Any, config: Any, vocabulary: int, args: Any) -> dict[s
     return {"train_step pipeline": made.last_stage_bytes if last else made.first_stage_bytes}
 
 
-def log_probs_of_a_row(tokens: int, vocabulary: int) -> dict[str, float]:
-    """Peaks of both ways to log-probs, beside the logits, as parts of a float32 copy of these."""
-    places = torch.arange(tokens, device="cuda")
-    targets = torch.zeros(tokens, dtype=torch.int64, device="cuda")
-    options = Options(1.0, LOG_PROB_CHUNK_TOKENS, with_entropy=True)
-    half = {"dtype": torch.bfloat16, "device": "cuda"}
-    hidden = torch.empty(tokens, 4096, **half, requires_grad=True)
-    weight = torch.empty(vocabulary, 4096, **half, requires_grad=True)
-    TWIN.peaks.clear()
-    logits = torch.empty(1, tokens, vocabulary, **half, requires_grad=True) * 1
-    with TWIN.within("logits"):
-        found = cast(Any, StatisticsOfLogits).apply(logits, places, targets, options, [None])
-        torch.autograd.grad(found.sum(), logits)
-    del logits, found
-    with TWIN.within("product"):
-        found = cast(Any, StatisticsOfProduct).apply(hidden, weight, places, targets, options)
-        torch.autograd.grad(found.sum(), [hidden, weight])
-    return {name: peak / (4 * tokens * vocabulary) for name, peak in TWIN.peaks.items()}
-
-
 def deliberate_waits() -> list[tuple[str, str]]:
     """For each of `ACTS`, the kind of wait that it makes ("": none) and what is counted."""
     x, host, found = torch.arange(4, device="cuda"), torch.arange(4), []
     for kind, act in ACTS:
         TWIN.waits.clear()
-        act(x, host)
-        found.append((kind, ", ".join(wait.split(",")[0][2:] for wait in TWIN.waits.elements())))
+        with TWIN.within("train_step"), TWIN.within("pipeline"):
+            act(x, host)
+        expected = f"train_step pipeline: {kind}, steps:<lambda>" if kind else ""
+        found.append((expected, ", ".join(TWIN.waits.elements())))
+    with pytest.raises(RuntimeError, match="at least two devices, cuda:0 and cpu"):
+        x + host
     return found
 
 
@@ -192,24 +175,6 @@ ACTS: list[tuple[str, Callable[[Tensor, Tensor], Any]]] = [
     ("", lambda x, host: x.float().requires_grad_().sum().backward()),
     ("", lambda x, host: x.repeat_interleave(x, output_size=6)),
 ]
-
-
-def faulty_losses() -> dict[str, str]:
-    """What becomes of losses that wait, or leave a tensor on the host: waits, or the error."""
-    found = {}
-    for name, fault in FAULTS.items():
-        try:
-            made = whole_step(ParallelDims(), fault=fault, model={"num_layers": 1})
-            found[name] = ", ".join(wait for wait, _ in made["waits"] if "steps:" in wait)
-        except RuntimeError as error:
-            found[name] = str(error)
-    return found
-
-
-FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "item": lambda share: share * share.detach().item(),
-    "host": lambda share: share * torch.ones(1).expand(2)[:1],
-}
 
 
 def waits_of_stock_training(script: str, words: list[str]) -> list[str]:

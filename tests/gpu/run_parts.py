@@ -89,7 +89,7 @@ PARTS = [
         "memory",
         "peak memory at vocabulary 152064 × 16384 tokens, against the prediction",
         part("memory"),
-        twin=pytest("tests/device/test_device.py", "-k", "large or float32_copy"),
+        twin=pytest("tests/device/test_device.py", "-k", "large"),
     ),
     Part(
         "throughput",

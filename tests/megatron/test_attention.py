@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from batch_cases import refusals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import parallel_state, tensor_parallel
@@ -140,9 +141,11 @@ def test_packed_row_gives_what_its_sequences_give_alone(
         torch.testing.assert_close(found, alone[mine], rtol=1e-12, atol=1e-12)
 
 
-def packed_attention(mask: Any = AttnMaskType.causal, **changes: Any) -> PackedAttention:
-    """On one rank."""
-    groups = SimpleNamespace(tp=group_of(1, 0), cp=group_of(1, 0))
+def packed_attention(
+    mask: Any = AttnMaskType.causal, ranks: int = 1, **changes: Any
+) -> PackedAttention:
+    """On the first of these context-parallel ranks."""
+    groups = SimpleNamespace(tp=group_of(1, 0), cp=group_of(ranks, 0))
     options = {"softmax_scale": SCALE, "pg_collection": groups}
     return PackedAttention(config(**changes), 1, mask, "self", **options)
 
@@ -192,16 +195,14 @@ def test_tensor_parallel_ranks_drop_out_with_numbers_of_their_own(
     assert torch.equal(dropped(1, 2), first) != sequence_parallel
 
 
-def test_what_attention_cannot_take_is_refused_with_what_to_set() -> None:
-    attention, one = packed_attention(attention_dropout=0.0), torch.ones(2, 1, 4, 8)
-    with pytest.raises(megatron.DynamicBatchArgumentError, match="takes no attention_bias: use"):
-        attention(one, one, one, None, attention_bias=torch.ones(1))
-    attention.cp_group = SimpleNamespace(size=lambda: 2)
-    with pytest.raises(megatron.DynamicBatchArgumentError, match="or set --context-parallel-size"):
-        attention(one, one, one, None)
-    for mask in (AttnMaskType.no_mask, AttnMaskType.padding):  # trains another model
-        with pytest.raises(megatron.DynamicBatchArgumentError, match="build it with AttnMaskType"):
-            packed_attention(mask)
+ONE = torch.ones(2, 1, 4, 8)
+REFUSALS = refusals(__file__, torch, attention, megatron, globals())
+
+
+@pytest.mark.parametrize(("call", "error", "text"), REFUSALS)
+def test_refused(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
 
 
 def test_layers_share_what_a_row_is_laid_out_like() -> None:
@@ -221,20 +222,6 @@ def test_offsets_are_read_back_where_a_row_carries_none_on_the_host() -> None:
     assert host_cu_seqlens(given_by_others) == [0, 3]
 
 
-@pytest.mark.parametrize("every", [1, [1, 1], 2, [0, 1]])
-def test_layers_of_several_kinds_are_no_one_spec(every: Any) -> None:
-    """The model was built all the same, of experts alone or without the attention asked for."""
-    made = config(num_layers=2, num_moe_experts=2, moe_layer_freq=every)
-    if every in (1, [1, 1]):
-        assert megatron.packed_layer_spec(made).submodules.self_attention
-        made.experimental_attention_variant = "dsa"
-        mend = "or unset --experimental-attention-variant"
-    else:
-        mend = r"get_gpt_decoder_block_spec\(config, .*\), through use_packed_attention without"
-    with pytest.raises(megatron.DynamicBatchArgumentError, match=mend):
-        megatron.packed_layer_spec(made)
-
-
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_layers_of_several_kinds_make_a_block(
@@ -247,6 +234,7 @@ def test_layers_of_several_kinds_make_a_block(
     made.sequence_parallel = sequence_parallel
     plain = get_gpt_decoder_block_spec(made, False, pp_rank=0)
     block = megatron.use_packed_attention(plain, made)
+    assert megatron.packed_layer_spec(config(**experts | {"moe_layer_freq": [1]}))
     ours = SequenceParallelNorm if sequence_parallel else plain.layer_norm
     for layer, local in zip(block.layer_specs, plain.layer_specs, strict=True):
         own, given = (each.submodules.self_attention.submodules for each in (layer, local))
@@ -338,12 +326,6 @@ def test_all_parameters_of_a_norm_are_marked_for_sequence_parallelism(
     made.sequence_parallel = True
     norm: Any = SequenceParallelNorm(made, 4)
     assert [each.sequence_parallel for each in norm.parameters()] == [True] * count
-    made.normalization = "L2Norm"
-    with pytest.raises(megatron.DynamicBatchArgumentError, match="set --normalization to LayerN"):
-        SequenceParallelNorm(made, 4)
-    made.layernorm_zero_centered_gamma = True
-    with pytest.raises(megatron.DynamicBatchArgumentError, match="unset --apply-layernorm-1p"):
-        SequenceParallelNorm(made, 4)
 
 
 class WithOffsets(torch.nn.Module):

@@ -7,26 +7,28 @@ import argparse
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from batch_cases import refusals
 from megatron.core import ModelParallelConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from mcore_batching import planning
 from mcore_batching.flags import FLAGS as FLAG_OF
 from mcore_batching.flags import REMOVED_FLAGS, add_dynamic_batch_arguments
-from mcore_batching.megatron import cpu_emulation
+from mcore_batching.megatron import cpu_emulation, timing
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import JobMemory
 from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.plan_inputs import PlanInputs
-from mcore_batching.megatron.timing import CostLearner, TimedStep, learner_of
+from mcore_batching.megatron.timing import TimedStep, learner_of
 from mcore_batching.megatron.topology import first_guess
 from mcore_batching.planning import (
-    ConfigError,
     CostModel,
     OversizeSampleError,
     ParallelDims,
@@ -51,7 +53,7 @@ def parse(*words: str) -> argparse.Namespace:
     return add_dynamic_batch_arguments(argparse.ArgumentParser()).parse_args(words)
 
 
-ONE = ParallelDims()
+ONE, DP4 = ParallelDims(), ParallelDims(data_parallel=4)
 FORWARD_CAP = "--dynamic-batch-forward-only-max-tokens-per-gpu"
 MOST_RANKS = "--dynamic-batch-context-parallel"
 
@@ -117,12 +119,6 @@ def test_cost_model_from_a_file(tmp_path: Path) -> None:
     for of_no_file in (parse(), fixed, learnt, SimpleNamespace()):
         assert Options.of(of_no_file).given_cost_model() is None
         assert Options.of(of_no_file).learns_cost_model == (of_no_file is learnt)
-    other = tmp_path / "other.json"
-    other.write_text("[]")
-    for wrong in (other, tmp_path / "missing.json"):
-        said = f"--dynamic-batch-cost-model {wrong}: .*a job writes under --dynamic-batch-record"
-        with pytest.raises(DynamicBatchArgumentError, match=said):
-            Options.of(parse("--dynamic-batch-cost-model", str(wrong))).given_cost_model()
 
 
 def test_planner_config_from_flags() -> None:
@@ -191,9 +187,6 @@ def test_forward_passes_have_the_cap_of_training_unless_they_are_given_one() -> 
     larger = dataclasses.replace(training, max_tokens_per_gpu=400)
     assert own.forward_only_config(training, ONE) == larger
     assert (shared.has_own_forward_cap, own.has_own_forward_cap) == (False, True)
-    # Before training.
-    with pytest.raises(ConfigError, match=rf"\({FORWARD_CAP}\) must be 1 or more, got 0; increase"):
-        options(100, FORWARD_CAP, "0").planner_config(ONE)
 
 
 def test_a_sample_over_the_cap_of_forward_passes_alone_names_that_cap() -> None:
@@ -210,26 +203,19 @@ def test_a_sample_over_the_cap_of_forward_passes_alone_names_that_cap() -> None:
     assert f"({FORWARD_CAP}) to 30 or more, or" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--max-tokens-per-gpu", "9"], "set --use-dynamic-batch-size and --max"),
-        (["--use-dynamic-batch-size"], "set --max-tokens-per-gpu"),
-    ],
-)
-def test_a_loop_of_ones_own_without_a_cap_is_refused(words: list[str], expected: str) -> None:
-    with pytest.raises(DynamicBatchArgumentError, match=expected):
-        Options.of(parse(*words)).planner_config(ONE)
-
-
 def test_most_ranks_of_a_row_are_read_from_the_flag() -> None:
-    dims, stay = ParallelDims(data_parallel=4), "--no-dynamic-batch-exchange"
-    assert options(64, MOST_RANKS, "2").planner_config(dims).max_context_parallel == 2
-    assert [options(64, *words).exchanges_samples for words in ([], [stay])] == [True, False]
-    with pytest.raises(DynamicBatchArgumentError, match="unset --no-dynamic-batch-exchange"):
-        options(64, MOST_RANKS, "2", stay).planner_config(dims)
-    with pytest.raises(ConfigError, match=rf"\({MOST_RANKS}\) to 2"):
-        options(64, MOST_RANKS, "3").planner_config(dims)
+    assert options(64, MOST_RANKS, "2").planner_config(DP4).max_context_parallel == 2
+    staying = options(64, "--no-dynamic-batch-exchange")
+    assert [each.exchanges_samples for each in (options(64), staying)] == [True, False]
+
+
+REFUSALS = refusals(__file__, planning, timing, globals())
+
+
+@pytest.mark.parametrize(("call", "error", "text"), REFUSALS)
+def test_refused(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
 
 
 VOCABULARY = 10
@@ -348,47 +334,15 @@ def test_memory_is_predicted_for_the_configs_shape() -> None:
     assert made == ModelShape(**shape, vocab=VOCABULARY, inner=attention + 2 * (3 * 6 + 5))
 
 
-ORDER = [Pass(kind, chunk, slot) for kind in ("F", "B") for chunk in (0, 1) for slot in (0, 1, 2)]
+def test_a_row_that_ranks_share_teaches_nothing_nor_does_a_step_under_way() -> None:
+    def mark(is_reached: bool = True) -> Any:
+        return SimpleNamespace(query=lambda: is_reached, elapsed_time=lambda end: 1e3)
 
-
-class Mark:
-    """A mark of a device, at a time; without one the device has not got to it."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self.seconds = seconds
-
-    def query(self) -> bool:
-        return self.seconds is not None
-
-    def elapsed_time(self, end: Any) -> float:
-        return 1e3 * float(end.seconds - self.seconds)
-
-
-def marks() -> list[Any]:
-    """Slot n takes n + 1 s a pass, backward passes twice as long; between passes 100 s pass."""
-    found, now = [], 0.0
-    for each in ORDER:
-        took = (each.slot + 1.0) * (2 if each.kind == "B" else 1)
-        found += [Mark(now), Mark(now + took)]
-        now += took + 100.0
-    return found
-
-
-def test_a_row_takes_its_passes_through_all_chunks() -> None:
-    step = TimedStep([(5,), (), (3, 4)], ORDER, marks())
+    order = [Pass("F", 0, 0), Pass("F", 0, 1)]
+    step = TimedStep([(5,), ()], order, [mark(), mark(), mark(), mark()])
     assert step.is_over
-    assert [tuple(row) for row in step.timed_rows()] == [((5,), 6.0), ((3, 4), 18.0)]
-    assert not TimedStep([(5,)], ORDER, [*marks()[:-1], Mark(None)]).is_over
-
-
-def test_expert_parallel_ranks_are_refused() -> None:
-    learner, shape = CostLearner(), CostModel()
-    with pytest.raises(DynamicBatchArgumentError) as refused:
-        learner.begin(shape, ParallelDims(data_parallel=2, expert_parallel=2))
-    said = str(refused.value)
-    assert said.startswith("--dynamic-batch-cost-model auto learns")
-    assert "expert-parallel ranks wait for each other in every one: set it to fixed" in said
-    assert learner.begin(shape, ParallelDims(data_parallel=2)).cost_model is shape
+    assert step.timed_rows() == [((5,), 1.0)]
+    assert not TimedStep([(5,)], order[:1], [mark(), mark(is_reached=False)]).is_over
 
 
 def test_an_actor_and_a_critic_have_learners_of_their_own() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +16,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from batch_cases import pack
+from batch_cases import pack, refusals
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind, Schema, SchemaError, make_placeholder
+from mcore_batching import batch
+from mcore_batching.batch import DEFAULT_SCHEMA, Schema, make_placeholder
 from mcore_batching.batch.columns import Columns
 from mcore_batching.megatron import DynamicBatchArgumentError, compat, job, routing
 from mcore_batching.megatron import schedule as schedules
@@ -54,13 +54,6 @@ def samples_of(*lengths: int, **fields: Any) -> dict[str, Any]:
     }
 
 
-SAMPLES = samples_of(
-    *LENGTHS,
-    advantages=[torch.arange(length - 1) + 0.5 for length in LENGTHS],
-    multimodal_train_inputs=[{"pixels": torch.ones(2, 3) * length} for length in LENGTHS],
-)
-
-
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank without a GPU or context parallelism."""
@@ -70,7 +63,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def schedule() -> Any:
     """Of three steps, the samples of which came one after the other."""
-    columns = Columns.read(SAMPLES, DEFAULT_SCHEMA)
+    advantages = [torch.arange(length - 1) + 0.5 for length in LENGTHS]
+    samples = samples_of(*LENGTHS, advantages=advantages)
+    columns = Columns.read(samples, DEFAULT_SCHEMA)
     settings = SimpleNamespace(
         dims=ParallelDims(), config=PlannerConfig(max_tokens_per_gpu=16, pad_each_to=4)
     )
@@ -79,37 +74,13 @@ def schedule() -> Any:
         samples=SimpleNamespace(settings=settings, job=SimpleNamespace(options=options)),  # type: ignore[arg-type]
         moves=SimpleNamespace(own=0),  # type: ignore[arg-type]
         parts=[columns.taken(each) for each in ([], range(5), (5, 6), (7,))],
-        template=make_placeholder(DEFAULT_SCHEMA, list(SAMPLES), SAMPLES),
+        template=make_placeholder(DEFAULT_SCHEMA, list(samples), samples),
         steps=STEPS,
     )
 
 
 def prepared(of: MicroBatchSchedule, step: int = 0) -> PreparedStep:
     return PreparedStep(of, step, 0, False, None, None)  # type: ignore[arg-type]
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("step", [0, 1, 2])
-def test_rows_are_drawn_from_the_part_that_has_their_samples(step: int) -> None:
-    """Without a copy of all."""
-    of = schedule()
-    # Samples without a prompt have no predecessor of their first token, here none.
-    assert of.totals(step, 0)[0].num_tokens == sum(LENGTHS[i] - 1 for r in STEPS[step] for i in r)
-    (rows,) = ([*each] for each in prepared(of, step).iterators(1))
-    assert [(row.sample_indices, row.num_samples) for row in rows] == [
-        (indices, len(indices)) for indices in STEPS[step]
-    ]
-    for row in rows:
-        for place, index in enumerate(row.sample_indices):
-            for name in ("tokens", "advantages"):
-                assert torch.equal(row[name][place], SAMPLES[name][index])
-            assert row["multimodal_train_inputs"][place]["pixels"][0, 0] == LENGTHS[index]
-        with pytest.raises(KeyError):
-            row["rewards"]
-    assert len(of.parts) == 4
-    whole = zip(of.rollout_data["tokens"], SAMPLES["tokens"], strict=True)
-    assert all(torch.equal(*pair) for pair in whole)
-    assert len(of.parts) == 1
 
 
 @pytest.mark.usefixtures("alone")
@@ -120,6 +91,7 @@ def test_a_rollout_is_freed_as_soon_as_nothing_refers_to_it() -> None:
     iterators = step.iterators(2)
     rows = [row for each in iterators for row in each]
     read = [[row["tokens"], row["advantages"], row.index.positions] for row in rows]
+    assert len(of.parts) == 4  # of all there is no copy
     totals = of.totals(0, 0)
     alive = [*map(weakref.ref, (of, *of.parts, *rows, rows[0].tokens))]
     gc.disable()
@@ -182,7 +154,9 @@ def model(**changes: Any) -> list[Any]:
         "moe_layer_freq": 2,
         "moe_enable_routing_replay": True,
     }
-    return [SimpleNamespace(config=TransformerConfig(**options | changes))]
+    config = TransformerConfig(**options)
+    vars(config).update(changes)
+    return [SimpleNamespace(config=config)]
 
 
 def check(model: list[Any], *experts: Any, schema: Schema = DEFAULT_SCHEMA, **others: Any) -> None:
@@ -196,21 +170,14 @@ def check(model: list[Any], *experts: Any, schema: Schema = DEFAULT_SCHEMA, **ot
     routing.check_replay(model, of, 0)
 
 
-@pytest.mark.parametrize(
-    ("experts", "message"),
-    [
-        (torch.zeros(2, 3, 2).long(), r"experts of 4 or 2 layers, 2 for each token.*\[2, 3, 2\]"),
-        (torch.zeros(2, 4, 1).long(), r"2 for each token \(--moe-router-topk\)"),
-        (torch.tensor([1, 4]).expand(2, 4, 2), r"from 0 to 3 \(.*\), found 1 to 4 of sample\[1\]"),
-        (torch.tensor([-1, 2]).expand(2, 4, 2), r"\(--num-experts\), found -1 to 2 of sample\[1\]"),
-    ],
-)
-def test_experts_that_the_model_lacks_are_refused(experts: Any, message: str) -> None:
-    """By the sample's index in the batch; those of all layers or of routed ones are replayed."""
-    for layers in (4, 2):
-        check(model(), [[[0, 3]] * layers] * 2)
-    with pytest.raises(SchemaError, match=message):
-        check(model(), torch.zeros_like(experts), experts)
+EXPERTS = torch.tensor([0, 3]).expand(2, 4, 2)
+REFUSALS = refusals(__file__, torch, batch, globals())
+
+
+@pytest.mark.parametrize(("call", "error", "text"), REFUSALS)
+def test_refused(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
 
 
 def test_a_placeholder_gets_as_many_layers_as_the_model() -> None:
@@ -223,18 +190,12 @@ def test_a_placeholder_gets_as_many_layers_as_the_model() -> None:
     assert found.unique().tolist() == [0, 1, 2, 3]
 
 
-def test_what_is_not_replayed_is_left_alone_and_what_would_be_in_part_refused() -> None:
-    wrong, experts = torch.zeros(2, 9, 9).long(), torch.tensor([0, 3]).expand(2, 4, 2)
-    for changes in ({"moe_enable_routing_replay": False}, {"num_moe_experts": None}):
-        check(model(**changes), wrong)
+def test_experts_of_all_layers_or_of_routed_ones_are_replayed_and_others_left_alone() -> None:
+    for layers in (4, 2):
+        check(model(), [[[0, 3]] * layers] * 2)
     check(model())
-    fused = model()
-    fused[0].config.moe_router_fusion = True
-    with pytest.raises(DynamicBatchArgumentError, match="unset --moe-router-fusion"):
-        check(fused, experts)
-    schema = DEFAULT_SCHEMA.declare("other", Kind.ROUTED_EXPERTS, length_offset=-1)
-    with pytest.raises(DynamicBatchArgumentError, match=r"other .* Kind.METADATA"):
-        check(model(), experts, schema=schema, other=[experts])
+    for changes in ({"moe_enable_routing_replay": False}, {"num_moe_experts": None}):
+        check(model(**changes), torch.zeros(2, 9, 9).long())
 
 
 def test_routers_route_by_themselves_after_a_pipeline_that_failed() -> None:
@@ -392,36 +353,9 @@ def test_fused_rope_sees_few_lengths() -> None:
     assert run_for_losses(own, _Chunk(apply_rope_fusion=False), row_of(131073))[0] == 131073
 
 
-def planned(dims: ParallelDims, num_microbatches: int, forward_only: bool) -> list[Any]:
-    """The transfers of every stage; micro-batch i has rows of i + 1 tokens."""
-    shapes = [[slot + 1, 1, 4] for slot in range(num_microbatches)]
-    return [
-        PlannedTransfers(shapes, dims, stage, forward_only=forward_only)
-        for stage in range(dims.pipeline_parallel)
-    ]
-
-
-@pytest.mark.parametrize("forward_only", [False, True])
-@pytest.mark.parametrize(
-    ("pipeline", "virtual", "group"), [(2, 1, None), (4, 1, None), (2, 2, 3), (3, 2, 3), (2, 3, 2)]
-)
-def test_a_stage_expects_what_its_neighbour_sends(
-    pipeline: int, virtual: int, group: int | None, forward_only: bool
-) -> None:
-    dims = ParallelDims(
-        pipeline_parallel=pipeline, virtual_pipeline=virtual, microbatch_group_size=group
-    )
-    count = dims.round_up_num_microbatches(2 * pipeline + 1)
-    stages = planned(dims, count, forward_only)
-    for stage, following in itertools.pairwise([*stages, stages[0]]):
-        sent, back = list(stage._to_next), list(following._to_previous)
-        assert (sent, back) == (list(following._from_previous), list(stage._from_next))
-        passes = count * (virtual - (following is stages[0]))
-        assert (len(sent), len(back)) == (passes, 0 if forward_only else passes)
-
-
 def test_tensors_that_the_plan_does_not_have_are_refused_before_they_are_sent() -> None:
-    first, _ = planned(ParallelDims(pipeline_parallel=2), 2, False)
+    dims = ParallelDims(pipeline_parallel=2)
+    first = PlannedTransfers([[1, 1, 4], [2, 1, 4]], dims, 0, forward_only=False)
     assert first(torch.zeros(1, 1, 4), None, False, True) == ([0, 0, 0], [1, 1, 4])
     other_shape = (
         r"sends shape \[2, 1, 8\], but its neighbour expects \[2, 1, 4\]; "

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import threading
 from collections.abc import Callable
 from fractions import Fraction
 from types import SimpleNamespace
@@ -14,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batch_cases import equal
+from batch_cases import equal, refusals
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind, OrderError, SchemaError
+from mcore_batching import batch as batching
+from mcore_batching import planning
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError
 from mcore_batching.batch.columns import Columns, map_tensors
 from mcore_batching.megatron.exchange import (
     SampleMoves,
@@ -37,7 +38,7 @@ from mcore_batching.megatron.samples import (
     template_of,
 )
 from mcore_batching.megatron.schedule import MicroBatchSchedule
-from mcore_batching.planning import ConfigError, CostModel, ParallelDims, PlannerConfig
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig
 from mcore_batching.planning.forest import forest_of_groups
 from mcore_batching.planning.local import fill_local, least_count, pack_local
 
@@ -87,25 +88,6 @@ def test_steps_may_be_whatever_gives_indices(given_as: str) -> None:
     read = share(GIVEN_AS[given_as](STEPS)).steps
     assert read == STEPS
     assert all(type(index) is int for step in read for index in step)
-
-
-NO_INDICES = "steps must be one list of sample indices for each"
-
-
-@pytest.mark.parametrize(
-    ("steps", "error", "message"),
-    [
-        *((each, ConfigError, NO_INDICES) for each in (5, [0, 1, 2, 3], "0123")),
-        *(([[0, 1], last], ConfigError, NO_INDICES) for last in ([2, 3.0], None)),
-        (iter([]), ValueError, "steps must hold each of this rank's 4 samples exactly"),
-    ],
-)
-def test_steps_without_indices_are_refused(
-    steps: Any, error: type[Exception], message: str
-) -> None:
-    """And such as were read before."""
-    with pytest.raises(error, match=message):
-        share(steps)
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=8), st.none() | st.integers(1, 20))
@@ -167,12 +149,6 @@ def test_fields_may_be_anything_with_one_value_per_sample(given_as: Callable[[An
     assert [*map(float, read["rewards"])] == listed["rewards"]
     assert read.flat("loss_masks").tolist() == listed.flat("loss_masks").tolist()
     assert read["total_lengths"] == listed["total_lengths"] == [3, 3]
-
-
-@pytest.mark.parametrize("values", [[1.0], torch.ones(3), "ab", 1.0, {0: 1.0, 1: 2.0}])
-def test_another_number_of_values_than_samples_is_refused(values: Any) -> None:
-    with pytest.raises(SchemaError, match=r"'rewards': expected 2 values, one per sample, found"):
-        columns("abc", "def", rewards=values)
 
 
 def test_without_samples_a_placeholder_is_like_the_one_that_there_was() -> None:
@@ -348,15 +324,13 @@ VALUES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["sparse", "nested", "nested and ragged", "quantised", "nothing", "meta"]
-)
-def test_outputs_that_cannot_travel_are_refused(name: str) -> None:
-    for dtype in (torch.float32, torch.float8_e4m3fn, torch.complex64):
-        assert copied_output("log_probs", torch.ones(3, dtype=dtype)[1:2].expand(4)).shape == (4,)
-    value = VALUES[name][1] if name == "meta" else VALUES[name]
-    with pytest.raises(OrderError, match="'log_probs', which cannot go back to the sample's rank"):
-        copied_output("log_probs", value)
+REFUSALS = refusals(__file__, torch, batching, planning, globals())
+
+
+@pytest.mark.parametrize(("call", "error", "text"), REFUSALS)
+def test_refused(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
 
 
 def comparable(value: Any) -> Any:
@@ -392,9 +366,5 @@ def test_tensors_are_not_pickled() -> None:
     assert len(header) + len(body) < tensor.nbytes + 200 < len(pickle.dumps(tensor))
     part = torch.ones(2, 10**6)[:, :2]  # of a storage that is not to be sent
     assert sum(map(len, serialize(part))) < 1000
-
-
-@pytest.mark.parametrize("value", [lambda: None, (each for each in ()), threading.Lock()])
-def test_what_cannot_be_pickled_is_said_with_what_to_do(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"values cannot be pickled: .*; give others, or leave"):
-        serialize({"tokens": [torch.ones(2)], "judge": [value]})
+    for dtype in (torch.float32, torch.float8_e4m3fn, torch.complex64):
+        assert copied_output("log_probs", torch.ones(3, dtype=dtype)[1:2].expand(4)).shape == (4,)
