@@ -318,16 +318,6 @@ def test_learnt_sinks_start_where_the_config_says(
     assert [each is sinks for each in drawn] == [True] * starts
 
 
-@pytest.mark.parametrize(("name", "count"), [("LayerNorm", 2), ("RMSNorm", 1)])
-def test_all_parameters_of_a_norm_are_marked_for_sequence_parallelism(
-    name: str, count: int
-) -> None:
-    made = config(normalization=name)
-    made.sequence_parallel = True
-    norm: Any = SequenceParallelNorm(made, 4)
-    assert [each.sequence_parallel for each in norm.parameters()] == [True] * count
-
-
 class WithOffsets(torch.nn.Module):
     def forward(self, hidden: Tensor, packed_seq_params: Any = None) -> Tensor:
         return hidden

@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.checks.layers import (
-    check_shared_prefixes,
     layer_problems,
+    sharing_problems,
     unfit_for_later_tokens,
 )
 from mcore_batching.megatron.checks.settings import check_model_config
@@ -222,37 +222,17 @@ NO_MASK = (
 BY_LENGTH = "may go by a sample's length: unset --dynamic-batch-share-prefixes"
 
 
-@pytest.mark.parametrize(
-    ("settings", "attributes", "mend"),
-    [
-        ({}, {}, ""),
-        ({"hidden_dropout": 0.1}, {}, "would share dropout: set --hidden-dropout 0"),
-        ({"attention_dropout": 0.1}, {}, "would share dropout: set --attention-dropout 0"),
-        ({"hidden_dropout": 0.1}, {"training": False}, ""),  # evaluation drops nothing
-        ({}, {"position_embedding_type": "relative"}, "set --position-embedding-type rope"),
-        ({}, {"rotary_pos_emb": torch.nn.Identity()}, f"embeddings Identity {BY_LENGTH}"),
-        ({}, {"masks": AttnMaskType.no_mask}, NO_MASK),  # once, of three layers that are alike
-        ({}, {"masks": AttnMaskType.padding_causal}, ""),
-    ],
-)
-def test_samples_of_some_models_cannot_share_tokens(
-    settings: dict[str, Any], attributes: dict[str, Any], mend: str
-) -> None:
-    chunk: Any = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(3))
-    chunk.config = SimpleNamespace(**{"hidden_dropout": 0.0, "attention_dropout": 0.0} | settings)
-    chunk.position_embedding_type = "rope"
-    for each in chunk:
-        each.attn_mask_type = attributes.get("masks")
-    vars(chunk).update(attributes)
-    if not mend:
-        check_shared_prefixes([chunk])
-        return
-    with pytest.raises(DynamicBatchArgumentError) as refused:
-        check_shared_prefixes([chunk])
-    (line,) = str(refused.value).splitlines()[1:]
-    assert mend in line
-
-
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+SHARING: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {}, ""),
+    ({"hidden_dropout": 0.1}, {}, "would share dropout: set --hidden-dropout 0"),
+    ({"attention_dropout": 0.1}, {}, "would share dropout: set --attention-dropout 0"),
+    ({"hidden_dropout": 0.1}, {"training": False}, ""),  # evaluation drops nothing
+    ({}, {"position_embedding_type": "relative"}, "set --position-embedding-type rope"),
+    ({}, {"rotary_pos_emb": torch.nn.Identity()}, f"embeddings Identity {BY_LENGTH}"),
+    ({}, {"masks": AttnMaskType.no_mask}, NO_MASK),  # once, of three layers that are alike
+    ({}, {"masks": AttnMaskType.padding_causal}, ""),
+]
 SOME_RELEASES = (
     "moe_hybridep_pad_uneven_dispatch_inputs",
     "mtp_detach_heads",
@@ -352,36 +332,6 @@ FP8_PAD_48 = dataclasses.replace(PLANNER, pad_total_to=48)
 NO_DEPTHS = "" if MEGATRON >= (0, 17) else "runs from Megatron-LM 0.17 on: unset --mtp-num-layers"
 
 
-@pytest.mark.parametrize(
-    ("planner", "dims", "changes", "expected"),
-    [
-        *((PLANNER, *each) for each in REFUSED),
-        *((PLANNER, *each, "") for each in ACCEPTED),
-        *((SHARED, dims, PER_TOKEN | changes, said) for dims, changes, said in SHARED_REFUSED),
-        *((SHARED, SEVERAL, PER_TOKEN | changes, "") for changes in ({}, LOSS, RECOMPUTED)),
-        (FP8_PAD_8, ONE, {"fp8": "hybrid"}, "padded to a multiple of 8"),
-        (FP8_PAD_48, ONE, {"fp8": "hybrid"}, ""),
-        (PLANNER, ONE, DEPTH, NO_DEPTHS),
-    ],
-)
-def test_refused_combination_says_what_to_set(
-    planner: PlannerConfig, dims: ParallelDims, changes: dict[str, Any], expected: str
-) -> None:
-    if not expected:
-        check_model_config(config(**changes), dims, planner)
-        return
-    with pytest.raises(DynamicBatchArgumentError) as caught:
-        check_model_config(config(**changes), dims, planner)
-    assert expected in str(caught.value)
-
-
-def test_all_problems_are_listed_at_once() -> None:
-    broken = config(**EXPERTS, moe_expert_capacity_factor=1.0, cuda_graph_impl="local")
-    with pytest.raises(DynamicBatchArgumentError) as caught:
-        check_model_config(broken, VIRTUAL, PLANNER)
-    assert str(caught.value).count("\n  - ") == 3
-
-
 Z_LOSS_PER_TOKEN, NO_Z_LOSS = Z_LOSS | PER_TOKEN, EXPERTS | PER_TOKEN
 WHOLE = {**DEPTH, "recompute_granularity": "full", "recompute_method": "uniform"}
 BLOCKS = WHOLE | {"recompute_method": "block"}  # these layers ignore it
@@ -398,19 +348,44 @@ BY_VERSION: list[tuple[bool, PlannerConfig, ParallelDims, dict[str, Any], str]] 
 ]
 
 
-@pytest.mark.parametrize(("is_later", "planner", "dims", "changes", "expected"), BY_VERSION)
-def test_what_versions_before_019_do_wrong_is_refused(
-    is_later: bool,
+@pytest.mark.parametrize(
+    ("is_later", "planner", "dims", "changes", "expected"),
+    [
+        *((None, PLANNER, *each) for each in REFUSED),
+        *((None, PLANNER, *each, "") for each in ACCEPTED),
+        *((None, SHARED, dims, PER_TOKEN | changes, m) for dims, changes, m in SHARED_REFUSED),
+        *((None, SHARED, SEVERAL, PER_TOKEN | changes, "") for changes in ({}, LOSS, RECOMPUTED)),
+        (None, FP8_PAD_8, ONE, {"fp8": "hybrid"}, "padded to a multiple of 8"),
+        (None, FP8_PAD_48, ONE, {"fp8": "hybrid"}, ""),
+        (None, PLANNER, ONE, DEPTH, NO_DEPTHS),
+        *BY_VERSION,
+    ],
+)
+def test_refused_combination_says_what_to_set(
+    is_later: bool | None,
     planner: PlannerConfig,
     dims: ParallelDims,
     changes: dict[str, Any],
     expected: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Z-losses that are too weak, and recomputed layers that break."""
+    """Also before 0.19: z-losses that are too weak, and recomputed layers that break."""
     for name in ("multiplies_by_ranks", "recomputes_multi_token_rows"):
-        monkeypatch.setattr(compat, name, lambda: is_later)
-    test_refused_combination_says_what_to_set(planner, dims, changes, expected)
+        if is_later is not None:
+            monkeypatch.setattr(compat, name, lambda: is_later)
+    if not expected:
+        check_model_config(config(**changes), dims, planner)
+        return
+    with pytest.raises(DynamicBatchArgumentError) as caught:
+        check_model_config(config(**changes), dims, planner)
+    assert expected in str(caught.value)
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    broken = config(**EXPERTS, moe_expert_capacity_factor=1.0, cuda_graph_impl="local")
+    with pytest.raises(DynamicBatchArgumentError) as caught:
+        check_model_config(broken, VIRTUAL, PLANNER)
+    assert str(caught.value).count("\n  - ") == 3
 
 
 ROPE, LEARNED = {"position_embedding_type": "rope"}, {"position_embedding_type": "learned_absolute"}
@@ -433,11 +408,21 @@ LATER_TOKENS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "attributes", "mend"), LATER_TOKENS)
-def test_models_that_cannot_predict_later_tokens_are_refused(
-    settings: dict[str, Any], attributes: dict[str, Any], mend: str
+@pytest.mark.parametrize(
+    ("check", "settings", "attributes", "mend"),
+    [
+        *((sharing_problems, NO_DROPOUT | changes, ROPE | more, m) for changes, more, m in SHARING),
+        *((unfit_for_later_tokens, *each) for each in LATER_TOKENS),
+    ],
+)
+def test_models_that_cannot_share_tokens_or_predict_later_ones(
+    check: Any, settings: dict[str, Any], attributes: dict[str, Any], mend: str
 ) -> None:
-    chunk = SimpleNamespace(config=config(**settings), **attributes)
-    found = [*unfit_for_later_tokens([chunk])]
+    chunk: Any = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(3))
+    chunk.config = config(**settings)
+    for each in chunk:
+        each.attn_mask_type = attributes.get("masks")
+    vars(chunk).update(attributes)
+    found = [*check([chunk])]
     assert len(found) == bool(mend)
     assert mend in "".join(found)

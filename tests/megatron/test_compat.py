@@ -6,9 +6,11 @@ process, in which it is turned on last.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,12 +27,10 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.functional import silu, softplus
 
 from mcore_batching.megatron import compat, prepare_packed_model
 from mcore_batching.megatron.checks import settings
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.logits import why_not_fused
 from mcore_batching.megatron.options import Options
 from mcore_batching.planning import ParallelDims
 
@@ -95,25 +95,21 @@ OUTPUT_LAYERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"bias": torch.zeros(1)}, {}, "has a bias"),
     ({"gather_output": True}, {}, "gathers its output (parallel_output=False)"),
     ({"gtp_remat_size": 2}, {}, "gathers its weight (generalized tensor parallelism)"),
+    ({"kind": torch.nn.Identity}, {}, "is a Identity"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "config", "reason"), OUTPUT_LAYERS)
-def test_output_layers_that_are_more_than_a_product(
+def test_output_layers_that_are_more_than_a_product_cannot_be_fused(
     changes: dict[str, Any], config: dict[str, Any], reason: str
 ) -> None:
-    layer = object.__new__(ColumnParallelLinear)
+    layer = object.__new__(changes.get("kind", ColumnParallelLinear))
     layer.__dict__.update({"bias": None, "gather_output": False, "gtp_remat_size": 1} | changes)
     chunk = SimpleNamespace(output_layer=layer, config=SimpleNamespace(**config))
-    assert why_not_fused(chunk) == reason
-
-
-def test_a_model_with_another_output_layer_cannot_be_fused() -> None:
-    chunk = SimpleNamespace(output_layer=torch.nn.Identity(), config=SimpleNamespace())
-    args = SimpleNamespace(use_dynamic_batch_size=True, dynamic_batch_fuse_output_layer=True)
-    with pytest.raises(DynamicBatchArgumentError, match="the output layer is a Identity, so it"):
-        settings.check_logits(Options.of(args), [chunk])
-    settings.check_logits(Options.of(SimpleNamespace()), [chunk])
+    settings.check_logits(Options(), [chunk])
+    refused = pytest.raises(DynamicBatchArgumentError, match=re.escape(f"layer {reason}, so it"))
+    with refused if reason else contextlib.nullcontext():
+        settings.check_logits(Options(fuse_output_layer=True), [chunk])
 
 
 def test_all_losses_that_routers_record_are_scaled() -> None:
@@ -131,12 +127,6 @@ def test_all_losses_that_routers_record_are_scaled() -> None:
     assert [values(each).tolist() for each in recorded.values()] == [[8.0], [12.0]]
     recorded.clear()
     recorded.update(before)
-
-
-def test_who_multiplies_auxiliary_losses_by_ranks() -> None:
-    """megatron-core 0.16 to 0.18 by a rank's own tokens alone."""
-    version = tuple(map(int, megatron.core.__version__.split(".")[:2]))
-    assert compat.multiplies_by_ranks() == (version >= (0, 19))
 
 
 @pytest.mark.skipif(
@@ -283,19 +273,13 @@ def test_the_cpu_stands_for_cuda_where_it_is_asked_to(tmp_path: Path) -> None:
     )
 
 
-def test_mambas_state_decays_from_token_to_token() -> None:
-    """The quadratic form is the recurrence that it stands for, anew with every sequence."""
+def test_mambas_state_runs_on_from_token_to_token() -> None:
+    """To the end of the sequence: else jobs would not show whether samples are kept apart."""
     projected = torch.randn(1, 5, 5, generator=torch.Generator().manual_seed(0))
-    rates, step_bias, skip = torch.tensor([-0.7]), torch.tensor([0.3]), torch.tensor([0.5])
-    numbers = torch.tensor([[0, 0, 0, 1, 1]])
-    settings = {"headdim": 1, "ngroups": 1, "seq_idx": numbers, "D": skip}
-    convolution = torch.ones(3, 1), torch.zeros(3)
-    found = cpu_kernels._mamba(projected, *convolution, step_bias, rates, **settings)
-    state = torch.zeros(1)
-    for token, (gate, *mixed, step) in enumerate(projected[0]):
-        x, key, query = silu(torch.stack(mixed))
-        if token == 3:
-            state = torch.zeros(1)
-        step = softplus(step + step_bias)
-        state = (step * rates).exp() * state + step * x * key
-        assert torch.allclose(found[0, token], (state * query + x * skip) * silu(gate), atol=1e-6)
+    sizes = {"headdim": 1, "ngroups": 1, "seq_idx": torch.tensor([[0, 0, 0, 1, 1]])}
+    weights = torch.ones(3, 1), torch.zeros(3), torch.tensor([0.3]), torch.tensor([-0.7])
+    found, changed = (
+        cpu_kernels._mamba(each, *weights, D=torch.tensor([0.5]), **sizes)[0, :, 0]
+        for each in (projected, projected.index_fill(1, torch.tensor(0), 1.0))
+    )
+    assert found.ne(changed).tolist() == [True, True, True, False, False]

@@ -37,7 +37,6 @@ from mcore_batching.planning import (
 from mcore_batching.planning.config import row_capacity_tokens
 from mcore_batching.planning.costs import layers_of
 from mcore_batching.planning.errors import FLAG_OF as PLANNING_FLAGS
-from mcore_batching.planning.plans.memory import ModelShape
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.schedule import Pass
 from mcore_batching.tools.options import (
@@ -274,32 +273,23 @@ def test_costs_of_a_transformer(name: str) -> None:
     assert first_guess(None, made) == no_output
 
 
+UNEVEN = {"account_for_embedding_in_pipeline_split": True}
+UNEVEN |= {"account_for_loss_in_pipeline_split": True, "num_layers": 6}
+STAGES = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+MAMBA = {"mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_state_dim": 4}
+
+
 @pytest.mark.parametrize(
-    ("config", "layers"),
+    ("config", "pattern", "layers"),
     [
-        (
-            {
-                "num_layers": 6,
-                "virtual_pipeline_model_parallel_size": 2,
-                "account_for_embedding_in_pipeline_split": True,
-                "account_for_loss_in_pipeline_split": True,
-            },
-            "a|aa|aa|aV",
-        ),
-        ({"pipeline_model_parallel_layout": "Ettt|tL"}, "aaa|aV"),
+        (STAGES | UNEVEN | {"virtual_pipeline_model_parallel_size": 2}, None, "a|aa|aa|aV"),
+        (STAGES | {"pipeline_model_parallel_layout": "Ettt|tL"}, None, "aaa|aV"),
+        (MAMBA, "M*|M-/*-", "M*|M-V"),
     ],
-    ids=("embedding-and-loss-interleaved", "layout"),
 )
-def test_layers_of_uneven_pipelines(config: dict[str, Any], layers: str) -> None:
-    stages = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
-    made = TransformerConfig(**SHAPE | stages | config)
-    assert first_guess(VOCABULARY, made).layers == layers
-
-
-def test_layers_of_a_hybrid_model() -> None:
-    config = TransformerConfig(**SHAPE, mamba_head_dim=4, mamba_num_groups=2, mamba_state_dim=4)
-    model = SimpleNamespace(hybrid_layer_pattern="M*|M-/*-")
-    assert first_guess(VOCABULARY, config, model).layers == "M*|M-V"
+def test_layers_of_stages(config: dict[str, Any], pattern: str | None, layers: str) -> None:
+    model = SimpleNamespace(hybrid_layer_pattern=pattern)
+    assert first_guess(VOCABULARY, TransformerConfig(**SHAPE | config), model).layers == layers
 
 
 @pytest.mark.parametrize(
@@ -319,19 +309,6 @@ def test_a_model_of_another_shape_has_the_default_costs(odd: dict[str, Any]) -> 
         setattr(config, name, value)
     assert first_guess(VOCABULARY, config) == CostModel()
     assert first_guess(VOCABULARY, ModelParallelConfig()) == CostModel()
-
-
-def test_memory_is_predicted_for_the_configs_shape() -> None:
-    """Of experts counts what a token is sent to."""
-    shape: dict[str, Any] = {"layers": 4, "hidden": 8, "recompute": False, "depths": 0}
-    vocabulary, attention = {"vocab_size": VOCABULARY}, 2 * (2 + 2) * 4
-    dense = vars(TransformerConfig(**SHAPE)) | vocabulary
-    made = ModelShape.of(dense)
-    assert made == ModelShape(**shape, vocab=VOCABULARY, inner=attention + 2 * 12)
-    experts = {"num_moe_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 6}
-    sparse = TransformerConfig(**SHAPE, **experts, moe_shared_expert_intermediate_size=5)
-    made = ModelShape.of(vars(sparse) | vocabulary)
-    assert made == ModelShape(**shape, vocab=VOCABULARY, inner=attention + 2 * (3 * 6 + 5))
 
 
 def test_a_row_that_ranks_share_teaches_nothing_nor_does_a_step_under_way() -> None:

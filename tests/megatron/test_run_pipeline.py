@@ -29,7 +29,7 @@ from mcore_batching.megatron import DynamicBatchArgumentError, compat, job, rout
 from mcore_batching.megatron import schedule as schedules
 from mcore_batching.megatron.forward_only import _evaluation_mode
 from mcore_batching.megatron.log_probs import response_log_probs
-from mcore_batching.megatron.logits import FusedLogits, noting_use
+from mcore_batching.megatron.logits import FusedLogits, noting_use, present_use
 from mcore_batching.megatron.loss_shares import attached
 from mcore_batching.megatron.prepare import PreparedStep
 from mcore_batching.megatron.run_pipeline import (
@@ -316,17 +316,14 @@ def test_a_loss_may_read_logits_beside_log_probs(reads_first: bool) -> None:
         torch.testing.assert_close(ours, expected)
 
 
-@pytest.mark.usefixtures("groups")
-def test_temperatures_are_of_the_innermost_step() -> None:
+def test_use_is_noted_of_the_innermost_step() -> None:
     """Also after one that failed inside of another."""
-    row, logits = row_of(3), torch.zeros(1, 3, 8)
     with noting_use() as outer:
         with contextlib.suppress(ZeroDivisionError), noting_use() as inner:
-            response_log_probs(logits, row, temperature=2.0)
+            assert present_use() is inner
             raise ZeroDivisionError
-        response_log_probs(logits, row)
-    response_log_probs(logits, row, temperature=0.7)
-    assert (outer.temperatures, inner.temperatures) == ({1.0}, {2.0})
+        assert present_use() is outer
+    assert present_use() is not outer
 
 
 class _Chunk(torch.nn.Module):

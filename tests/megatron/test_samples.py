@@ -68,24 +68,15 @@ def share(steps: Any = None, size: int | None = None, **fields: Any) -> Share:
     return read_share(batch(*"abcd", **fields), [1] * 4, steps, size)
 
 
-GIVEN_AS: dict[str, Callable[[Any], Any]] = {
-    "list": list,
-    "tuple": tuple,
-    "iter": iter,
-    "generator": lambda steps: (iter(step) for step in steps),
-    "map": lambda steps: map(tuple, steps),
-    "zip": lambda steps: zip(*zip(*steps, strict=True), strict=True),
-    "array": np.array,
-    "arrays": lambda steps: [np.array(step) for step in steps],
-    "tensor": torch.tensor,
-    "tensors": lambda steps: [torch.tensor(step) for step in steps],
-}
+GIVEN = [tuple(STEPS), zip(*zip(*STEPS, strict=True), strict=True), map(iter, STEPS)]
+GIVEN += [make(STEPS) for make in (np.array, torch.tensor)]
+GIVEN += [[make(step) for step in STEPS] for make in (np.array, torch.tensor)]
 
 
-@pytest.mark.parametrize("given_as", GIVEN_AS)
-def test_steps_may_be_whatever_gives_indices(given_as: str) -> None:
+@pytest.mark.parametrize("steps", GIVEN)
+def test_steps_may_be_whatever_gives_indices(steps: Any) -> None:
     """A generator was read by a check, and the whole batch was lost."""
-    read = share(GIVEN_AS[given_as](STEPS)).steps
+    read = share(steps).steps
     assert read == STEPS
     assert all(type(index) is int for step in read for index in step)
 
@@ -107,38 +98,14 @@ def test_steps_take_samples_in_the_order_of_their_middles(
     assert [sorted(order[n * size : (n + 1) * size]) for n in range(len(steps))] == steps
 
 
-@pytest.mark.parametrize(
-    ("steps", "of_data", "counts_as"),
-    [
-        (None, {}, 2),
-        (None, {"dynamic_global_batch_size": 3}, 3),
-        (None, {"dynamic_global_batch_size": None}, 2),
-        (STEPS, {}, None),
-        (STEPS, {"dynamic_global_batch_size": 8}, 8),
-    ],
-)
-def test_a_step_counts_as_what_cut_it(
-    steps: Any, of_data: dict[str, Any], counts_as: int | None
-) -> None:
-    assert share(steps, size=2, **of_data).samples_per_step == counts_as
+def test_a_step_counts_as_what_cut_it() -> None:
+    def counts_as(steps: Any = None, **of_data: Any) -> Any:
+        return share(steps, size=2, **of_data).samples_per_step
 
-
-def test_samples_are_tensors_in_lists_of_their_own() -> None:
-    """What the caller does to its lists afterwards changes no row."""
-    tokens = [np.array([1, 2, 3], "uint16"), [4, 5, 6]]
-    mine = {
-        "values": [torch.ones(2), torch.ones(2)],
-        "returns": [torch.ones(2), torch.ones(2).double()],
-        "multimodal_train_inputs": [{"pixels": torch.ones(2)}, None],
-    }
-    data = columns("abc", "def", tokens=tokens, **mine)
-    tokens.clear()
-    map_tensors(mine, torch.Tensor.zero_)
-    assert [value.tolist() for value in data["tokens"]] == [[1, 2, 3], [4, 5, 6]]
-    assert all(isinstance(value, torch.Tensor) for value in data["tokens"])
-    values = [value.tolist() for name in ("values", "returns") for value in data[name]]
-    assert values == [[1.0, 1.0]] * 4
-    assert data["multimodal_train_inputs"][0]["pixels"].tolist() == [1.0, 1.0]
+    assert counts_as() == counts_as(dynamic_global_batch_size=None) == 2
+    assert counts_as(dynamic_global_batch_size=3) == 3
+    assert counts_as(STEPS) is None
+    assert counts_as(STEPS, dynamic_global_batch_size=8) == 8
 
 
 @pytest.mark.parametrize("given_as", [tuple, np.array, torch.tensor])
