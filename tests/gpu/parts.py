@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -71,21 +70,12 @@ ROOTS = [os.path.dirname(str(package.__file__)) for package in (mcore_batching, 
 GB = 1e9
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """A model and its rows: large enough to fill a GPU, or small enough for a CPU."""
-
-    layers: int
-    hidden: int
-    heads: int
-    key_value_heads: int
-    vocabulary: int
-    cap_tokens: int
-
-
-GPU = Sizes(layers=4, hidden=1024, heads=16, key_value_heads=4, vocabulary=32768, cap_tokens=16384)
-CPU = Sizes(layers=2, hidden=64, heads=4, key_value_heads=2, vocabulary=512, cap_tokens=256)
-WIDE = dataclasses.replace(GPU, hidden=2048, heads=32, key_value_heads=8)
+Sizes = dict[str, int]
+"""Of a model, by Megatron's names: large enough to fill a GPU, or small enough for a CPU."""
+GPU = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16, "num_query_groups": 4}
+WIDE = {"hidden_size": 2048, "num_attention_heads": 32, "num_query_groups": 8}
+CPU = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
+VOCABULARY = 32768 if ON_GPU else 512
 
 
 def main() -> None:
@@ -111,10 +101,10 @@ def packed(options: argparse.Namespace) -> None:
     """Compare, and report three rows."""
     sizes, cap = (GPU, 1024) if ON_GPU else (CPU, 80)
     lengths = [1, 2, 7, 64, 300, 33, 1000, 512, 129, 65]
-    data = samples(lengths if ON_GPU else [n // 16 + 1 for n in lengths], sizes.vocabulary)
+    data = samples(lengths if ON_GPU else [n // 16 + 1 for n in lengths], VOCABULARY)
     torch.manual_seed(0)
-    half = bare_model(options, sizes)
-    exact = bare_model(options, sizes, torch.float32, "pytorch")
+    half = bare_model(options, sizes, VOCABULARY)
+    exact = bare_model(options, sizes, VOCABULARY, torch.float32, "pytorch")
     source = dict(named_parameters(half))
     with torch.no_grad():
         for name, parameter in named_parameters(exact):
@@ -159,13 +149,13 @@ def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def waits(options: argparse.Namespace) -> None:
     """Count waits of a step, and of one over twice as many micro-batches."""
-    longest = GPU.cap_tokens // 4
+    longest = 4096
     lengths = real_lengths(options.lengths, 48, longest)
-    model = bare_model(options, GPU)
+    model = bare_model(options, GPU, VOCABULARY)
     counted = []
     for times in (1, 2):
         args = arguments(longest)
-        planned = get_data_iterator(args, model, samples(lengths * times, GPU.vocabulary))
+        planned = get_data_iterator(args, model, samples(lengths * times, VOCABULARY))
         step(args, model, planned)
         with _counted_waits() as lines:
             step(args, model, planned)
@@ -220,9 +210,9 @@ def _counted_waits() -> Iterator[collections.Counter[str]]:
 def memory(options: argparse.Namespace) -> None:
     """Measure with a small vocabulary and a large one, and report."""
     vocabulary, tokens = 152064, 16384
-    sizes = dataclasses.replace(WIDE, layers=2)
-    small = _peaks(options, dataclasses.replace(sizes, vocabulary=1024), tokens)
-    large = _peaks(options, dataclasses.replace(sizes, vocabulary=vocabulary), tokens)
+    sizes = WIDE | {"num_layers": 2}
+    small = _peaks(options, sizes, 1024, tokens)
+    large = _peaks(options, sizes, vocabulary, tokens)
     copy, limit, tolerance = 4 * tokens * vocabulary, 0.7, 1.15
     for name in ("forward", "backward"):
         share = large[name] / copy
@@ -232,7 +222,8 @@ def memory(options: argparse.Namespace) -> None:
             f"at most {limit}",
             share <= limit,
         )
-    chunk, weights = 4 * LOG_PROB_CHUNK_TOKENS * vocabulary, 2 * 2 * vocabulary * sizes.hidden
+    chunk = 4 * LOG_PROB_CHUNK_TOKENS * vocabulary
+    weights = 2 * 2 * vocabulary * sizes["hidden_size"]
     predicted = small["step"] + copy / 2 + 3 * chunk + weights
     report(
         f"peak of a step over what is held between steps, {tokens} tokens",
@@ -242,10 +233,12 @@ def memory(options: argparse.Namespace) -> None:
     )
 
 
-def _peaks(options: argparse.Namespace, sizes: Sizes, tokens: int) -> dict[str, float]:
+def _peaks(
+    options: argparse.Namespace, sizes: Sizes, vocabulary: int, tokens: int
+) -> dict[str, float]:
     """Bytes over the logits in the loss, forward and backward, and of the whole step."""
-    model, args = bare_model(options, sizes), arguments(tokens)
-    planned = get_data_iterator(args, model, samples([tokens // 4] * 4, sizes.vocabulary))
+    model, args = bare_model(options, sizes, vocabulary), arguments(tokens)
+    planned = get_data_iterator(args, model, samples([tokens // 4] * 4, vocabulary))
     step(args, model, planned)
     found: dict[str, float] = {}
 
@@ -276,11 +269,10 @@ def throughput(options: argparse.Namespace) -> None:
     """Measure, and report two rows."""
     sizes, cap, count, dtype = CPU, 1024, 24, torch.float32
     if ON_GPU:
-        sizes = dataclasses.replace(WIDE, layers=8, vocabulary=512)
-        cap, count, dtype = sizes.cap_tokens, 256, torch.bfloat16
+        sizes = WIDE | {"num_layers": 8}
+        cap, count, dtype = 16384, 256, torch.bfloat16
     lengths = real_lengths(options.lengths, count, cap // 4)
-    model = bare_model(options, sizes, dtype)
-    data = samples(lengths, sizes.vocabulary)
+    model, data = bare_model(options, sizes, 512, dtype), samples(lengths, 512)
     learning = arguments(cap, dynamic_batch_cost_model="auto")
     packed_seconds, schedule = timed_steps(learning, model, data)
     padded = arguments(cap, dynamic_batch_pad_each_to=max(lengths))
@@ -311,6 +303,7 @@ def throughput(options: argparse.Namespace) -> None:
 def bare_model(
     options: argparse.Namespace,
     sizes: Sizes,
+    vocabulary: int,
     dtype: torch.dtype = torch.bfloat16,
     attention: str | None = None,
 ) -> list[Any]:
@@ -322,12 +315,9 @@ def bare_model(
     config = transformer_config(
         "dense",
         **pipeline_config(ParallelDims(context_parallel=options.context_parallel)),
-        num_layers=sizes.layers,
-        hidden_size=sizes.hidden,
-        ffn_hidden_size=4 * sizes.hidden,
-        num_attention_heads=sizes.heads,
-        num_query_groups=sizes.key_value_heads,
-        init_method_std=sizes.hidden**-0.5,  # logits of order 1, or errors would not show
+        **sizes,
+        ffn_hidden_size=4 * sizes["hidden_size"],
+        init_method_std=sizes["hidden_size"] ** -0.5,  # logits of order 1, or errors would not show
         use_cpu_initialization=False,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
@@ -336,16 +326,15 @@ def bare_model(
     )
     return build_model(
         config,
-        vocab_size=sizes.vocabulary,
+        vocab_size=vocabulary,
         max_sequence_length=1 << 17,
         spec=packed_layer_spec if attention == "te" else _local_spec,
     )
 
 
 def _local_spec(config: Any) -> Any:
-    return use_packed_attention(
-        get_gpt_layer_local_spec(normalization=config.normalization), config
-    )
+    local = get_gpt_layer_local_spec(normalization=config.normalization)
+    return use_packed_attention(local, config)
 
 
 def named_parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
