@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import importlib
+from collections.abc import Callable
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from batch_cases import refusals
 from kit.stand_ins import stood_in
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -220,8 +224,6 @@ NO_MASK = (
     "AttnMaskType.causal, or unset --dynamic-batch-share-prefixes"
 )
 BY_LENGTH = "may go by a sample's length: unset --dynamic-batch-share-prefixes"
-
-
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 SHARING: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {}, ""),
@@ -257,14 +259,9 @@ DISPATCHER, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
 EXPERTS = {"num_moe_experts": 4, DISPATCHER: "alltoall"}
 FLEX = EXPERTS | {DISPATCHER: "flex"}
 HYBRID_EP = FLEX | {BACKEND: "hybridep"}
-BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 LOSS = {**EXPERTS, "moe_aux_loss_coeff": 0.01}
 Z_LOSS = {**EXPERTS, "moe_z_loss_coeff": 0.01}
 DEPTH = {"mtp_num_layers": 1}
-ALL_TOKENS = "routes a token by all tokens of its micro-batch"
-ROUTING = "set --moe-router-load-balancing-type aux_loss or none"
-PER_TOKEN_LOSS = "set --calculate-per-token-loss"
-PAD = "set --dynamic-batch-pad-total-to"
 
 
 def routed(*kinds: str, **changes: Any) -> dict[str, Any]:
@@ -272,41 +269,27 @@ def routed(*kinds: str, **changes: Any) -> dict[str, Any]:
     return {**EXPERTS, "moe_router_load_balancing_type": kind, **changes}
 
 
-REFUSED: list[tuple[ParallelDims, dict[str, Any], str]] = [
-    (VIRTUAL, {}, "drop --no-overlap-p2p-communication"),
-    (VIRTUAL, {"overlap_p2p_comm": True}, "batch_p2p_comm=False"),
-    (ONE, {"cuda_graph_impl": "local"}, "set --cuda-graph-impl none"),
-    (ONE, {"enable_cuda_graph": True}, "set --cuda-graph-impl none"),
-    (ONE, LOSS, PER_TOKEN_LOSS),
-    (ONE, routed("none", "seq_aux_loss", moe_aux_loss_coeff=[0.0, 0.01]), PER_TOKEN_LOSS),
-    (ONE, Z_LOSS, PER_TOKEN_LOSS),
-    (ONE, {**DEPTH, "mtp_standalone": True}, "put its layers on the last stage"),
-    (ONE, {**DEPTH, "mtp_hsm": True}, "unset --mtp-hsm"),
-    (ONE, {"dsa_indexer_loss_coeff": 0.1}, "sparse attention's indexer loss would be a mean"),
-    (ONE, routed("global_aux_loss"), ROUTING),
-    (ONE, routed("sinkhorn"), f"sinkhorn {ALL_TOKENS}"),
-    (ONE, routed("none", "sinkhorn"), ROUTING),
-    (ONE, routed("quantile_balancing"), f"quantile_balancing {ALL_TOKENS}"),
-    (ONE, EXPERTS | {DISPATCHER: "allgather"}, "set --moe-token-dispatcher-type alltoall"),
-    (ONE, {**EXPERTS, "moe_expert_capacity_factor": 0.0}, "unset --moe-expert-capacity-factor"),
-    (CP2_TP2_SP, {"fp8": "hybrid"}, f"{PAD} 64"),
-    (ONE, {"fp8": "hybrid", "fp8_recipe": "mxfp8"}, f"{PAD} 32"),
-    (ONE, {"fp4": "e2m1"}, f"{PAD} 32"),
-    (TP2_SP, BLOCKWISE, "FP8 rows must divide by 128 on each rank, so by 256 in all"),
-    (TP2, BLOCKWISE, f"{PAD} 16"),
-    (CP2_TP2_SP, {"fp4": "e2m1"}, "FP4 rows must divide by 32 on each rank, so by 128 in all"),
-    (ONE, {"tp_comm_overlap": True}, "unset --tp-comm-overlap"),
-    (
-        ONE,
-        {"experimental_attention_variant": "dsv4_hybrid"},
-        "attention of the variant dsv4_hybrid is not known to keep packed samples apart",
-    ),
-    (ONE, {"defer_embedding_wgrad_compute": True}, "unset --defer-embedding-wgrad-compute"),
-    (ONE, HYBRID_EP, "set --moe-hybridep-pad-uneven-dispatch-inputs"),
-    (ONE, FLEX | {BACKEND: "ncclep"}, "set --moe-flex-dispatcher-backend deepep"),
-    (ONE, {"overlap_moe_expert_parallel_comm": True}, "unset --overlap-moe-expert-parallel-comm"),
-    (ONE, {"sequence_packing_scheduler": "dp_balanced"}, "unset --sequence-packing-scheduler"),
-]
+PLANNER = PlannerConfig(max_tokens_per_gpu=128)
+SHARED = dataclasses.replace(PLANNER, max_context_parallel=4)
+PAD_8, PAD_48 = (dataclasses.replace(PLANNER, pad_total_to=tokens) for tokens in (8, 48))
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+WHOLE = {**DEPTH, "recompute_granularity": "full", "recompute_method": "uniform"}
+BLOCKS = WHOLE | {"recompute_method": "block"}  # these layers ignore it
+
+
+def checked(
+    dims: ParallelDims = ONE,
+    planner: PlannerConfig = PLANNER,
+    is_later: bool | None = None,
+    **changes: Any,
+) -> None:
+    """Check a configuration, as of a Megatron from 0.19 on, or before; None: of the one here."""
+    names = ("multiplies_by_ranks", "recomputes_multi_token_rows")
+    later = mock.patch.multiple(compat, **{name: lambda: is_later for name in names})
+    with later if is_later is not None else contextlib.nullcontext():
+        check_model_config(config(**changes), dims, planner)
+
+
 ACCEPTED: list[tuple[ParallelDims, dict[str, Any]]] = [
     (ONE, {}),
     (ONE, {"overlap_p2p_comm": True}),  # without a pipeline nothing is sent
@@ -317,74 +300,41 @@ ACCEPTED: list[tuple[ParallelDims, dict[str, Any]]] = [
     (ONE, FLEX | {BACKEND: "deepep"}),
     (ONE, EXPERTS | {BACKEND: "hybridep"}),
     (ONE, {**HYBRID_EP, "moe_hybridep_pad_uneven_dispatch_inputs": True}),
+    (ONE, {"fp8": "hybrid", "planner": PAD_48}),
+    *((SEVERAL, PER_TOKEN | changes | {"planner": SHARED}) for changes in ({}, LOSS, RECOMPUTED)),
+    (ONE, Z_LOSS | PER_TOKEN | {"is_later": False}),
+    (CP2, EXPERTS | PER_TOKEN | {"is_later": False}),
+    (CP2, Z_LOSS | PER_TOKEN | {"is_later": True}),
 ]
-PLANNER = PlannerConfig(max_tokens_per_gpu=128)
-SHARED = dataclasses.replace(PLANNER, max_context_parallel=4)
-RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-SHARED_REFUSED: list[tuple[ParallelDims, dict[str, Any], str]] = [
-    (SEVERAL, {"calculate_per_token_loss": False}, f"a fixed number of ranks: {PER_TOKEN_LOSS}"),
-    (SEVERAL, LOSS | RECOMPUTED, "leave moe out of --recompute-modules"),
-    (SEVERAL, {"multi_latent_attention": True}, "dev branch follows one, which is untried here"),
-    (SEVERAL, {"fp8": "hybrid"}, "divide by 16 on each rank, so by 64 in all"),
-]
-FP8_PAD_8 = dataclasses.replace(PLANNER, pad_total_to=8)
-FP8_PAD_48 = dataclasses.replace(PLANNER, pad_total_to=48)
-NO_DEPTHS = "" if MEGATRON >= (0, 17) else "runs from Megatron-LM 0.17 on: unset --mtp-num-layers"
 
 
-Z_LOSS_PER_TOKEN, NO_Z_LOSS = Z_LOSS | PER_TOKEN, EXPERTS | PER_TOKEN
-WHOLE = {**DEPTH, "recompute_granularity": "full", "recompute_method": "uniform"}
-BLOCKS = WHOLE | {"recompute_method": "block"}  # these layers ignore it
-BY_VERSION: list[tuple[bool, PlannerConfig, ParallelDims, dict[str, Any], str]] = [
-    (False, PLANNER, CP2, Z_LOSS_PER_TOKEN, "2 times too weak on 2 tensor- and context-parallel"),
-    (False, PLANNER, TP2, Z_LOSS_PER_TOKEN, "unset --moe-z-loss-coeff, or install megatron-core"),
-    (False, SHARED, ONE, Z_LOSS_PER_TOKEN, "4 times too weak on 4 tensor- and"),
-    (False, PLANNER, ONE, Z_LOSS_PER_TOKEN, ""),
-    (False, PLANNER, CP2, NO_Z_LOSS, ""),
-    (True, PLANNER, CP2, Z_LOSS_PER_TOKEN, ""),
-    (False, PLANNER, ONE, WHOLE, "set --recompute-granularity selective"),
-    (False, PLANNER, ONE, BLOCKS, NO_DEPTHS),
-    (True, PLANNER, ONE, WHOLE, NO_DEPTHS),
-]
+@pytest.mark.parametrize(("dims", "changes"), ACCEPTED)
+def test_accepted_combinations(dims: ParallelDims, changes: dict[str, Any]) -> None:
+    checked(dims, **changes)
 
 
 @pytest.mark.parametrize(
-    ("is_later", "planner", "dims", "changes", "expected"),
-    [
-        *((None, PLANNER, *each) for each in REFUSED),
-        *((None, PLANNER, *each, "") for each in ACCEPTED),
-        *((None, SHARED, dims, PER_TOKEN | changes, m) for dims, changes, m in SHARED_REFUSED),
-        *((None, SHARED, SEVERAL, PER_TOKEN | changes, "") for changes in ({}, LOSS, RECOMPUTED)),
-        (None, FP8_PAD_8, ONE, {"fp8": "hybrid"}, "padded to a multiple of 8"),
-        (None, FP8_PAD_48, ONE, {"fp8": "hybrid"}, ""),
-        (None, PLANNER, ONE, DEPTH, NO_DEPTHS),
-        *BY_VERSION,
-    ],
+    "changes", [DEPTH, BLOCKS | {"is_later": False}, WHOLE | {"is_later": True}]
 )
-def test_refused_combination_says_what_to_set(
-    is_later: bool | None,
-    planner: PlannerConfig,
-    dims: ParallelDims,
-    changes: dict[str, Any],
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also before 0.19: z-losses that are too weak, and recomputed layers that break."""
-    for name in ("multiplies_by_ranks", "recomputes_multi_token_rows"):
-        if is_later is not None:
-            monkeypatch.setattr(compat, name, lambda: is_later)
-    if not expected:
-        check_model_config(config(**changes), dims, planner)
-        return
-    with pytest.raises(DynamicBatchArgumentError) as caught:
-        check_model_config(config(**changes), dims, planner)
-    assert expected in str(caught.value)
+def test_further_tokens_are_predicted_from_017_on(changes: dict[str, Any]) -> None:
+    said = "runs from Megatron-LM 0.17 on: unset --mtp-num-layers"
+    refused: Any = pytest.raises(DynamicBatchArgumentError, match=said)
+    with refused if MEGATRON < (0, 17) else contextlib.nullcontext():
+        checked(**changes)
+
+
+REFUSALS = refusals(__file__, globals())
+
+
+@pytest.mark.parametrize(("call", "error", "text"), REFUSALS)
+def test_refused(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
 
 
 def test_all_problems_are_listed_at_once() -> None:
-    broken = config(**EXPERTS, moe_expert_capacity_factor=1.0, cuda_graph_impl="local")
     with pytest.raises(DynamicBatchArgumentError) as caught:
-        check_model_config(broken, VIRTUAL, PLANNER)
+        checked(VIRTUAL, **EXPERTS, moe_expert_capacity_factor=1.0, cuda_graph_impl="local")
     assert str(caught.value).count("\n  - ") == 3
 
 

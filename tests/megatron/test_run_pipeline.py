@@ -35,7 +35,7 @@ from mcore_batching.megatron.prepare import PreparedStep
 from mcore_batching.megatron.run_pipeline import (
     PlannedTransfers,
     joined_multimodal_inputs,
-    run_for_losses,
+    row_params,
 )
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning import ParallelDims, PlannerConfig
@@ -326,28 +326,19 @@ def test_use_is_noted_of_the_innermost_step() -> None:
     assert present_use() is not outer
 
 
-class _Chunk(torch.nn.Module):
-    """A model that returns the length of the longest sequence, as its layers are given it."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(num_moe_experts=None, mtp_num_layers=None, **settings)
-
-    def forward(self, *, packed_seq_params: Any, **unused: Any) -> int:
-        return int(packed_seq_params.max_seqlen_q)
-
-
-@pytest.mark.usefixtures("groups")
 def test_fused_rope_sees_few_lengths() -> None:
     """An eighth longer at most; unfused, which goes by the exact length, the row's own."""
-    own: Any = job.job_of(SimpleNamespace(max_tokens_per_gpu=1 << 18))
+
+    def longest(length: int, is_fused: bool) -> int:
+        settings = {"num_moe_experts": None, "mtp_num_layers": None, "apply_rope_fusion": is_fused}
+        return int(row_params(SimpleNamespace(**settings), row_of(length), None).max_seqlen_q)
+
     lengths = range(131072 - 10 * 305, 131072 + 10 * 305, 305)
-    chunk = _Chunk(apply_rope_fusion=True)
-    rounded: Any = [run_for_losses(own, chunk, row_of(length))[0] for length in lengths]
+    rounded = [longest(length, is_fused=True) for length in lengths]
     assert len(lengths) == 20
     assert len({*rounded}) == 2
     assert all(own <= given <= 9 / 8 * own for own, given in zip(lengths, rounded, strict=True))
-    assert run_for_losses(own, _Chunk(apply_rope_fusion=False), row_of(131073))[0] == 131073
+    assert longest(131073, is_fused=False) == 131073
 
 
 def test_tensors_that_the_plan_does_not_have_are_refused_before_they_are_sent() -> None:
