@@ -241,6 +241,8 @@ def test_layers_of_several_kinds_make_a_block(
         assert own.core_attention is megatron.PackedAttention is not given.core_attention
         assert own.q_layernorm is own.k_layernorm is (ours if has_norms else IdentityOp)
     assert block.layer_norm is ours
+    parameters = SequenceParallelNorm(made, 4).parameters()
+    assert [each.sequence_parallel for each in parameters] == [sequence_parallel] * 2
     assert transformer_block.LayerNormImpl is (ours if sequence_parallel else None)
 
 
