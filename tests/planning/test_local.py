@@ -27,7 +27,6 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
     Problem,
-    StepPlan,
     local,
     micro_batch_lower_bound,
     plan_step,
@@ -37,11 +36,6 @@ from mcore_batching.planning.local import fill_local, pack_local
 from mcore_batching.planning.placement import largest_first, place
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=10)
-
-
-def planned(lengths: list[int], dims: ParallelDims, config: PlannerConfig) -> StepPlan:
-    """Of one rank's samples."""
-    return plan_locally(lengths, dims, config, [0] * len(lengths))
 
 
 @examples(200)
@@ -69,7 +63,7 @@ def test_steps_end_soon_beside_the_plan_that_is_searched(
     for seed in range(5):
         random = Random(seed)
         lengths = [min(16384, int(random.lognormvariate(7.6, 0.8))) for _ in range(48)]
-        rule = planned(lengths, dims, config)
+        rule = plan_locally(lengths, dims, config, [0] * len(lengths))
         searched = plan_step(lengths, dims, config)
         ratios.append(predicted_step_time(rule, lengths) / predicted_step_time(searched, lengths))
     assert mean(ratios) < most, ratios

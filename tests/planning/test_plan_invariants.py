@@ -31,6 +31,7 @@ from planning_cases import (
 )
 
 from mcore_batching.planning import (
+    CostModel,
     OversizeSampleError,
     ParallelDims,
     Plan,
@@ -231,7 +232,5 @@ def test_deterministic_over_hash_seeds_and_python_versions() -> None:
 
 def test_sums_do_not_depend_on_the_python_version() -> None:
     """0.1 ten times is 0.9999999999999999 term by term, and 1.0 with 3.12's compensated `sum`."""
-    from mcore_batching.planning import CostModel
-
     model = CostModel(linear=0.1, quadratic=0, per_micro_batch=0)
     assert model.micro_batch([1] * 10) == 0.9999999999999999

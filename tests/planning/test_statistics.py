@@ -20,7 +20,6 @@ from mcore_batching.planning import (
 from mcore_batching.planning.clock import clocks_of
 from mcore_batching.planning.costs.layers_of import config_of_json
 from mcore_batching.planning.plans.memory import ModelShape, PredictedMemory, predicted_memory
-from mcore_batching.planning.plans.statistics import WeighedStep
 from mcore_batching.planning.schedule import Schedule
 from mcore_batching.tools.explain import explain
 
@@ -30,7 +29,7 @@ PROPORTIONAL = CostModel(quadratic=0, per_micro_batch=0)
 def test_by_hand() -> None:
     lengths = [6, 3, 9, 22]
     step = StepPlan(
-        micro_batches=(((3,), (), (0, 1)), ((2,), (), ())),
+        micro_batches=(((), (), (2,)), ((3,), (0, 1), ())),
         num_microbatches=3,
         sample_indices=(0, 1, 2, 3),
         dims=ParallelDims(data_parallel=2),
@@ -50,8 +49,8 @@ def test_by_hand() -> None:
     assert statistics.heaviest_rank_cost == 31
     assert statistics.mean_rank_cost == 20
     assert statistics.rank_balance == 31 / 20
-    assert statistics.slot_maxima_cost == 22 + 0 + 9
-    assert statistics.slot_balance == 31 / 20
+    assert statistics.slot_maxima_cost == 22 + 9 + 9
+    assert statistics.slot_balance == 40 / 20
     # Of the fuller rank; one stage is the first and the last.
     assert statistics.peak_inflight_tokens == statistics.last_stage_inflight_tokens == 24
     doubled = statistics + statistics
@@ -94,28 +93,21 @@ def test_ranks_without_samples_are_simulated_once_together() -> None:
 
 
 def test_statistics_count_a_shared_row_once() -> None:
-    lengths, dims = (
-        [*range(1, 1800, 45), 20_000],
-        ParallelDims(data_parallel=4, pipeline_parallel=2),
+    """The row of 18 tokens is padded to 20, of which each of its ranks has 10."""
+    step = StepPlan(
+        micro_batches=(((0,), (1,)), ((0,), ())),
+        num_microbatches=2,
+        sample_indices=(0, 1),
+        dims=ParallelDims(data_parallel=2),
+        config=PlannerConfig(max_tokens_per_gpu=16, max_context_parallel=2),
+        context_parallel=((2, 1), (2, 1)),
     )
-    config = PlannerConfig(max_tokens_per_gpu=20_000, max_context_parallel=4, plan_effort=30)
-    step = plan_step(lengths, dims, config)
-    found = step_statistics(step, lengths)
-    assert found.real_tokens == sum(lengths)
-    rows = [row for row in step.rows() if row.samples]
-    assert max(row.size for row in rows) == 4
-    problem = WeighedStep.of(step, lengths).problem
-    assert found.padded_tokens == sum(
-        sum(problem.on_ranks[row.size].tokens[i] for i in row.samples) for row in rows
-    )
-    assert found.offered_tokens == 4 * step.num_microbatches * 20_000
-    assert found.num_placeholders == sum(not row.samples for row in step.rows())
-    assert found.largest_row_tokens < 20_000
-    assert found.time_over_floor >= 1.0
-    said = explain(step, lengths, advice_seconds=0)
-    assert "41 samples on 4 ranks: " in said
-    shared = sum(row.size == 4 for row in rows)
-    assert f"{shared} of size 4" in said.split("micro-batches by context-parallel size: ")[1]
+    found = step_statistics(step, [18, 5])
+    assert (found.real_tokens, found.padded_tokens, found.offered_tokens) == (23, 25, 4 * 16)
+    assert (found.num_placeholders, found.largest_row_tokens) == (1, 10)
+    said = explain(step, [18, 5], advice_seconds=0)
+    assert "2 samples on 2 ranks: " in said
+    assert "1 of size 2" in said.split("micro-batches by context-parallel size: ")[1]
 
 
 SHAPE = ModelShape(layers=8, hidden=64, inner=16 * (4 + 2 + 2 + 4) + 3 * 256, vocab=1024)
