@@ -18,7 +18,7 @@ from naive_pipeline import Node, played
 from planning_cases import examples, least_count, megatron_runs
 
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.clock import Blocks, Clock, clocks_of
+from mcore_batching.planning.clock import Blocks, Clock
 from mcore_batching.planning.packing.bounds import least_beside, least_end, pipeline_latency
 from mcore_batching.planning.plans.statistics import tokens_in_flight
 from mcore_batching.planning.schedule import Schedule
@@ -192,25 +192,3 @@ def test_no_rank_ends_before_what_its_schedule_says(step: Step) -> None:
         assert least_end(schedule, sum(costs), min(costs)) <= end
         beside = least_beside(schedule, len(costs)) * min(costs)
         assert pipeline_latency(schedule) * max(costs) + beside <= end
-
-
-def test_written_out() -> None:
-    """Two stages; the long second micro-batch is waited for on its way down and back."""
-    clock = Clock([1.0, 5.0, 1.0], Schedule(dims=ParallelDims(pipeline_parallel=2)))
-    assert (clock.end, clock.weights()) == (33.0, [1.0, 6.0, 2.0])
-
-
-def test_ranks_wait_for_each_other_in_lockstep_and_where_they_share_rows() -> None:
-    costs, sizes = [[1.0, 2.0], [3.0, 2.0]], [[1, 2], [1, 2]]
-    alone = Schedule(dims=ParallelDims(data_parallel=2), forward_only=True)
-    lockstep = Schedule(dims=ParallelDims(data_parallel=2, expert_parallel=2), forward_only=True)
-    for schedule, of_sizes, ends in (
-        (alone, None, [[3.0], [5.0]]),
-        (alone, sizes, [[5.0, 5.0]]),
-        (lockstep, None, [[5.0]]),
-        (lockstep, sizes, [[5.0]]),
-    ):
-        assert [clock.ends for clock in clocks_of(costs, schedule, of_sizes)] == ends
-    (clock,) = clocks_of(costs, alone, sizes)
-    begun = [[o.start for o in clock.operations(rank)] for rank in (0, 1)]
-    assert begun == [[0.0, 3.0], [0.0, 3.0]]

@@ -213,13 +213,6 @@ def test_samples_are_exchanged_within_the_cap_and_the_bound_on_samples(
     assert MicroBatch(samples, problem, range(1)).may_exchange(old, new, problem) is may
 
 
-def test_a_sample_that_shared_a_row_goes_where_it_is_alone_only_within_the_cap() -> None:
-    config = PlannerConfig(max_tokens_per_gpu=500, max_context_parallel=2)
-    on_ranks = Problem.of([900, 10], ParallelDims(data_parallel=2), config).on_ranks
-    assert not MicroBatch([1], on_ranks[1], range(1)).may_exchange(1, 0, on_ranks[2])
-    assert MicroBatch([1], on_ranks[2], range(2)).may_exchange(1, 0, on_ranks[1])
-
-
 @pytest.mark.parametrize(
     ("at", "least", "free", "found"),
     [

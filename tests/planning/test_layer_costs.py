@@ -25,6 +25,7 @@ from mcore_batching.planning.costs.cost import (
     costs_of_chunks,
     costs_of_stage,
     cut_layers,
+    sum_of,
 )
 from mcore_batching.planning.costs.layers_of import (
     config_of_json,
@@ -81,11 +82,6 @@ def letters(model: CostModel) -> dict[str, LayerCost]:
     return {letter: LayerCost(*costs) for letter, *costs in model.layer_costs}
 
 
-def total(model: CostModel) -> LayerCost:
-    costs = [letters(model)[each] for each in model.layers if each != "|"]
-    return LayerCost(*map(sum, zip(*costs, strict=True)))
-
-
 def stages(model: CostModel, count: int, chunks: int = 1) -> list[list[tuple[float, float]]]:
     """Cost of tokens and of pairs of each model chunk over the mean one's."""
     dims = ParallelDims(pipeline_parallel=count, virtual_pipeline=chunks)
@@ -114,7 +110,7 @@ def test_published_models_have_the_weights_that_they_are_said_to_have(
 ) -> None:
     """But for embeddings, of which a token meets one row."""
     model = first_guess(config)
-    found = total(model)
+    found = sum_of([letters(model)[each] for each in model.layers])
     assert found.token / 1e9 == pytest.approx(active, rel=0.03)
     assert found.read / 1e9 == pytest.approx(whole, rel=0.01)
     assert (found.far_pair, model.window) == (far_pair, window)

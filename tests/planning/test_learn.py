@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 from mcore_batching.planning import CostModel, ParallelDims
 from mcore_batching.planning.costs.cost import OUTPUT, LayerCost, costs_of_stage
 from mcore_batching.planning.costs.layers_of import cost_model
-from mcore_batching.planning.learn import (
-    LEAST_TOKEN_SHARE,
-    LearntCosts,
-    TimedRow,
-)
+from mcore_batching.planning.learn import LearntCosts, TimedRow
 
 SHAPE = CostModel()
 BEGIN = LearntCosts(shape=SHAPE, cost_model=SHAPE)
@@ -131,13 +127,6 @@ def test_whatever_was_timed_costs_are_costs(
         learnt = learnt.after(learnt.evidence(itertools.starmap(TimedRow, rows), SHAPE))
         assert learnt.cost_model.linear == 1.0  # and `CostModel` refuses what is no cost
         assert 0 < (learnt.seconds_per_unit or 0.0) < 1e6
-
-
-def test_tokens_cost_something_where_time_does_not_depend_on_them() -> None:
-    rows = [TimedRow(row, 0.01) for row in rows_of(0, 40)]
-    learnt = BEGIN.after(BEGIN.evidence(rows, SHAPE))
-    tokens = max(sum(row) for row in rows_of(0, 40))
-    assert learnt.cost_model.per_micro_batch < 1 / (LEAST_TOKEN_SHARE / 10) * tokens
 
 
 def test_uneven_stages_are_compared_with_what_their_layers_cost() -> None:
