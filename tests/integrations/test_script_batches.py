@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from batch_cases import pack
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.samples import pack
 from kit.stand_ins import module_of
 
 from mcore_batching.batch import PackedMicroBatch, make_placeholder
@@ -52,18 +52,11 @@ SAMPLES: dict[str, list[Any]] = {
 
 def rows(counts_flops: bool = True, is_placeholder: bool = False, **changed: int) -> PackedRows:
     """The samples as one row, each padded to a multiple of 4, or a placeholder."""
-    samples, indices = SAMPLES, (0, 1)
+    samples = SAMPLES
     if is_placeholder:
         samples = make_placeholder(STOCK_SCHEMA, list(SAMPLES), SAMPLES, pad_token_id=PAD)
-        indices = ()
-    row = pack(
-        samples,
-        sample_indices=indices,
-        schema=STOCK_SCHEMA,
-        sample_alignment_tokens=4,
-        pad_token_id=PAD,
-        has_labels=True,
-    )
+    options: dict[str, Any] = {"align": 4, "pad_token_id": PAD, "has_labels": True}
+    row = pack(samples, STOCK_SCHEMA, is_placeholder=is_placeholder, **options)
     return PackedRows(iter([dataclasses.replace(row, **changed)]), counts_flops=counts_flops)
 
 

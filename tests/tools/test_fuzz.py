@@ -32,13 +32,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from batch_cases import block_of
 
 from mcore_batching import batch as batching
 from mcore_batching import planning
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.loss import step_totals
-from mcore_batching.batch.row_block import RowBlock
-from mcore_batching.batch.row_index import Nodes
 from mcore_batching.planning import (
     CostModel,
     MCoreBatchingError,
@@ -178,9 +177,7 @@ def packs(rng: random.Random) -> None:
     schema = batching.DEFAULT_SCHEMA.resolve(given)
     columns = Columns.read(given, schema)
     order = [2, 0, 1][: len(columns.total_lengths)]
-    nodes = [Nodes.of(columns.total_lengths, order, None, 4, 8)]
-    block = RowBlock(fields=columns.taken(order), nodes=nodes, sample_indices=[tuple(order)])
-    (row,) = block.rows()
+    (row,) = block_of(columns, [order], align=4, row_align=8).rows()
     for start, index in zip(row.host_cu_seqlens_padded, order, strict=False):
         each = torch.as_tensor(given["tokens"][index]).long()
         assert torch.equal(row.tokens[0, start : start + len(each)], each)
