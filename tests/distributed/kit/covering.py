@@ -1,6 +1,6 @@
 """Seeds whose jobs cover all pairs: layout and model, layout and feature, model and feature.
 
-    python -m kit.covering 0 40000 17 18    prints some of these for `test_exactness`, not 17 and 18
+    python -m kit.covering 0 40000    prints some of these, which `test_exactness` lacks
 
 What a job has is read from what is drawn of it, so that whatever is drawn anew has to be covered.
 """
@@ -11,7 +11,7 @@ import functools
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable
 from typing import Any
 
 from kit.random_draw import WORKERS, drawn_job
@@ -39,7 +39,6 @@ ALONE = {
 
 
 def layout_of(job: dict[str, Any]) -> set[str]:
-    """What is parallel in a job's layout."""
     dims = job["dims"]
     sizes = ("data_parallel", "pipeline_parallel", "context_parallel", "virtual_pipeline")
     found = {name for name in (*sizes, "expert_parallel") if dims.get(name, 1) > 1}
@@ -50,7 +49,6 @@ def layout_of(job: dict[str, Any]) -> set[str]:
 
 
 def model_of(job: dict[str, Any]) -> set[str]:
-    """Traits of a job's model."""
     settings, options = job["model"]["settings"], job["model"]["options"]
     found = {job["model"]["kind"], options["position_embedding_type"], job["model"]["trained"]}
     found |= {name for name in ALONE if settings.get(name) or name in options or job.get(name)}
@@ -115,67 +113,36 @@ def is_late(job: dict[str, Any]) -> bool:
 
 
 @functools.cache
-def _drawn() -> tuple[tuple[bool, frozenset[tuple[str, ...]]], ...]:
-    jobs = map(drawn_job, range(NUM_SEEDS))
-    return tuple((is_late(job), frozenset(covered_by(job))) for job in jobs)
-
-
-def to_be_covered(*, late: bool = True) -> frozenset[tuple[str, ...]]:
+def to_be_covered(*, late: bool) -> frozenset[tuple[str, ...]]:
     """What the draw makes, without ``late`` that for every version of Megatron."""
-    counts = Counter(itertools.chain(*(found for own, found in _drawn() if late or not own)))
+    jobs = (job for job in map(drawn_job, range(NUM_SEEDS)) if late or not is_late(job))
+    counts = Counter(itertools.chain(*map(covered_by, jobs)))
     return frozenset(each for each, count in counts.items() if count >= LEAST_DRAWS)
 
 
-def price_of(job: dict[str, Any]) -> float:
-    """Grows more slowly than a job's processor time, or many small jobs would each cover little.
-
-    Every rank has a model; the reference runs each sample by itself.
-    """
-    num_samples = sum(len(rollout["samples"]) for rollout in job["rollouts"])
-    own = job["nproc"] + 0.1 * job["model"]["settings"]["num_layers"] * num_samples
-    return float(own**0.8)
+def uncovered(jobs: Iterable[dict[str, Any]], *, late: bool) -> frozenset[tuple[str, ...]]:
+    """What none of the jobs covers, without ``late`` for every version of Megatron."""
+    own = (covered_by(job) for job in jobs if late or not is_late(job))
+    return to_be_covered(late=late).difference(*own)
 
 
-def covering(
-    jobs: Mapping[int, dict[str, Any]],
-    chosen: Iterable[dict[str, Any]],
-    wanted: Set[tuple[str, ...]],
-) -> list[int]:
-    """Seeds, after the chosen jobs one after the other the one that covers most for its price,
-    without those that the others make up for."""
-    covers = {seed: frozenset(covered_by(job)) for seed, job in jobs.items()}
-    price = {seed: price_of(job) for seed, job in jobs.items()}
-    wanted = frozenset(wanted).difference(*map(covered_by, chosen))
-    found, left = list[int](), set(wanted)
-    while left:
-        best = max(jobs, key=lambda seed: len(covers[seed] & left) / price[seed])
-        if not covers[best] & left:
-            break
-        found.append(best)
-        left -= covers[best]
-    counts = Counter(itertools.chain(*(covers[seed] & wanted for seed in found)))
-    for seed in sorted(found, key=lambda seed: -price[seed]):
-        own = covers[seed] & wanted
-        if all(counts[each] > 1 for each in own):
-            found.remove(seed)
-            counts.subtract(own)
-    return found
+def main(first: int, last: int) -> None:
+    """Print seeds from `first` on that cover what the jobs of `test_exactness` do not."""
+    from test_exactness import JOBS
 
-
-def main(first: int, last: int, without: Sequence[int]) -> None:
-    """Print seeds from `first` on, but for some: of every version, and those after them.
-
-    Beside the jobs that `test_exactness` has anyway.
-    """
-    from test_exactness import FIXED
-
-    jobs = {seed: drawn_job(seed) for seed in range(first, last) if seed not in without}
-    early = {seed: job for seed, job in jobs.items() if not is_late(job)}
-    fixed_early = [job for job in FIXED if not is_late(job)]
-    found = covering(early, fixed_early, to_be_covered(late=False))
-    print(*found)
-    print(*covering(jobs, [*FIXED, *(jobs[seed] for seed in found)], to_be_covered()))
+    chosen = [job.parameters["job"] for job in JOBS]
+    drawn = {seed: drawn_job(seed) for seed in range(first, last)}
+    for late in (False, True):
+        covers = {seed: covered_by(job) for seed, job in drawn.items() if late or not is_late(job)}
+        while left := uncovered(chosen, late=late):
+            # The most for their price: every rank has a model.
+            best = max(covers, key=lambda seed: len(covers[seed] & left) / drawn[seed]["nproc"])
+            if not covers[best] & left:
+                print("not covered:", *sorted(left))
+                break
+            chosen.append(drawn[best])
+            print(best)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), [int(seed) for seed in sys.argv[3:]])
+    main(int(sys.argv[1]), int(sys.argv[2]))
