@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import multi_latent_attention as latent
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -31,12 +31,10 @@ from kit.random_run import RandomRun, Samples, values_of
 from kit.samples import ALLOWED, VOCABULARY, multimodal_positions, rollout_of
 from kit.shared_rows import mixed_sizes
 from kit.worker import layout
-from kit.workers import FAULTS, is_planning_rank, worker_with
+from kit.workers import FAULTS, worker_with
 from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat, cpu_emulation
 from mcore_batching.planning import MCoreBatchingError, ParallelDims
 
-REFUSAL = "DynamicBatchArgumentError"
-"""Of settings, alone or beside the samples that there are."""
 # Relative to the largest entry of a tensor. float32 has a unit roundoff of 6e-8; a value here is a
 # sum of up to some hundred products in an order that depends on the layout, so that results of
 # right programs differ by some 1e-7 to 1e-6. A token of a neighbour let in, a placeholder counted,
@@ -61,10 +59,8 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     """Run a drawn job, and the reference of it on the first rank.
 
     Returns:
-        ``refused``, by what error; or ``failed``, likewise; or ``not built``, why not; or
-        ``differences``: of how many times what rounding may make of it each value was off, the
-        largest under each name; ``wrong``: what had to be equal and was not; ``gap``: the smallest
-        by which a router chose its experts; ``counts`` of slots.
+        why it was ``refused``, ``failed`` or is ``not built``; or what a `Comparison` found, the
+        smallest ``gap`` by which a router chose its experts, and ``counts`` of slots.
     """
     if why := _why_not_built(job["model"]):
         return {"not built": why}
@@ -80,7 +76,15 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
                 conditions.enter_context(_clock(job))
                 if job["blocking"]:
                     conditions.enter_context(blocking_p2p())
-                shapes = conditions.enter_context(_exchanged_shapes())
+                # The engine puts what it knows of shapes in place of this.
+                shapes = conditions.enter_context(
+                    mock.patch.object(
+                        P2PCommunicator,
+                        "_communicate_shapes",
+                        autospec=True,
+                        side_effect=P2PCommunicator._communicate_shapes,
+                    )
+                )
                 planned = conditions.enter_context(worker_with(job["worker"]))
                 if job["mixed_sizes"]:
                     conditions.enter_context(mixed_sizes())
@@ -90,7 +94,7 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
             raise  # nothing communicates any more
         except (CollectiveError, MCoreBatchingError):  # on every rank
             said = traceback.format_exc()[-3000:]
-            return {"refused" if REFUSAL in said else "failed": said}
+            return {"refused" if "DynamicBatchArgumentError" in said else "failed": said}
     with layout(ParallelDims(data_parallel=job["nproc"])):
         rows = on_all_ranks([each["rows"] for each in run.seen])
         made = _from_first(
@@ -98,8 +102,8 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
         )
     compared = Comparison(job, rollouts, run.seen, rows, made["made"])
     exchanged = job["planner"]["dynamic_batch_no_planned_shapes"] and shape.pipeline_parallel > 1
-    if bool(shapes) != exchanged:
-        compared.wrong.append(f"stages exchange {len(shapes)} shapes")
+    if shapes.called != exchanged:
+        compared.wrong.append(f"stages exchange shapes {shapes.call_count} times")
     compared.wrong += _wrong_with_worker(job["worker"], planned, run.seen) + run.wrong_records()
     return {
         "differences": compared.differences,
@@ -147,36 +151,11 @@ def _clock(job: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _exchanged_shapes() -> Iterator[list[Tensor]]:
-    """Shapes that this rank sends and receives meanwhile: integers, as hidden states are not.
-
-    Megatron posts them in batches, hidden states in batches or one by one.
-    """
-    shapes: list[Tensor] = []
-    batch, one_by_one = dist.batch_isend_irecv, p2p_communication._p2p_ops
-
-    def batched(operations: list[dist.P2POp]) -> Any:
-        shapes.extend(each.tensor for each in operations if not each.tensor.is_floating_point())
-        return batch(operations)
-
-    def posted(**options: Any) -> Any:
-        tensors = [v for n, v in options.items() if n.startswith("tensor_") and v is not None]
-        shapes.extend(each for each in tensors if not each.is_floating_point())
-        return one_by_one(**options)
-
-    with (
-        mock.patch.object(dist, "batch_isend_irecv", batched),
-        mock.patch.object(p2p_communication, "_p2p_ops", posted),
-    ):
-        yield shapes
-
-
 def _wrong_with_worker(
     fault: str | None, planned: Mapping[str, Any], seen: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """What is said where later steps' plans come late or not at all, by the rank that plans."""
-    if not is_planning_rank():
+    if dist.get_rank():
         return [f"planned here: {planned}"] if any(planned.values()) else []
     steps = collections.Counter(event["rollout"] for event in seen if event["kind"] == "step")
     is_lost = fault in FAULTS and max(steps.values(), default=0) > 1
@@ -276,18 +255,11 @@ def _reference_of(
 
 
 class Comparison:
-    """Differences between a rank's passes and steps and the reference's.
+    """Differences between a rank's passes and steps, `seen`, and those that the reference `made`;
+    `rows` are of each rank the samples of each row of each.
 
-    Args:
-        job: as drawn.
-        rollouts: the samples of each.
-        seen: of this rank, passes and steps in order.
-        rows: of each rank, the samples of each row of each.
-        made: by the reference, likewise.
-
-    Attributes:
-        differences: by name the largest, 1 is as much as rounding.
-        wrong: what had to be equal and is not, in words.
+    `differences` are by name the largest, 1 as much as rounding; `wrong` is what had to be equal
+    and is not, in words.
     """
 
     def __init__(

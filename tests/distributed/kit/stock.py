@@ -11,31 +11,24 @@ import functools
 import inspect
 import itertools
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe import moe_logging
 from megatron.training import argument_utils, get_args, training
 
 from kit.harness import REPOSITORY
 from kit.worker import release_groups
-from kit.workers import slow_planning, worker_with
+from kit.workers import worker_with
 from mcore_batching import run
 from mcore_batching.integrations.megatron_lm import forward_backward, install
 from mcore_batching.integrations.megatron_lm.forward_backward import PREFIX
 from mcore_batching.megatron.plan import Planner
-
-Clocks = tuple[float, float]
-SLEPT_SECONDS = {"F": 0.4, "B": 0.6}
-"""By each pass of `pauses`."""
 
 # Every parser reads the sources of Megatron's dataclasses for its help texts, half a second each
 # time; here once a process.
@@ -50,17 +43,10 @@ def train(script: str, words: Sequence[str]) -> dict[str, Any]:
     one that all jobs of a launch share.
 
     Returns:
-        what this rank saw:
-
-        - ``steps``: for every iteration what the log was given of it: ``loss`` and ``batching`` (on
-          the last pipeline stage), ``grad_norm``, ``learning_rate``, ``consumed_samples``,
-          ``skipped``, ``tokens`` and ``squares`` (sums over samples of their lengths and of their
-          squares, None where the script counts none), ``num_losses`` (loss functions called so
-          far, if the script counts them), ``moe`` (sum over this rank's layers and micro-batches of
-          what routers recorded, how many times, and what was reported);
-        - ``evaluations``: the losses that each returned;
-        - ``error``, ``message``, ``cause`` and ``seconds`` since the last step, if the run raised
-          (``SystemExit`` where Megatron exits early).
+        what this rank saw: ``steps``, for every iteration what the log was given of it
+        (`_listening`); ``evaluations``, the losses that each returned; ``error``, ``message``,
+        ``cause`` and ``seconds`` since the last step, if the run raised (``SystemExit`` where
+        Megatron exits early).
     """
     folder = Path(sys.argv[1])
     before = sys.argv, list(sys.path)
@@ -98,21 +84,6 @@ def train_and_resume(script: str, words: Sequence[str]) -> dict[str, dict[str, A
     }
 
 
-def killed_in_checkpoint(script: str, words: Sequence[str], moment: str) -> dict[str, Any]:
-    """A run whose last rank is killed when it is to write its part of the second checkpoint; the
-    file ``moment`` gets the time."""
-    save, numbers = dist_checkpointing.save, iter(range(1000))
-
-    def killed(*arguments: Any, **options: Any) -> Any:
-        if next(numbers) == 1 and dist.get_rank() == dist.get_world_size() - 1:
-            Path(moment).write_text(repr(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        return save(*arguments, **options)
-
-    dist_checkpointing.save = killed
-    return train(script, words)
-
-
 @contextlib.contextmanager
 def _listening(record: dict[str, Any]) -> Iterator[None]:
     """Record what ``megatron.training`` logs and evaluates.
@@ -133,14 +104,17 @@ def _listening(record: dict[str, Any]) -> Iterator[None]:
         ours = {n.removeprefix(PREFIX): v for n, v in losses.items() if n.startswith(PREFIX)}
         step = {
             "iteration": given["iteration"],
+            # Losses and statistics are there on the last pipeline stage.
             "loss": {n: v for n, v in losses.items() if not n.startswith(PREFIX)},
             "batching": ours | figures,
             "grad_norm": float(given["grad_norm"]),
             "learning_rate": given["learning_rate"],
             "consumed_samples": get_args().consumed_train_samples,
             "skipped": given["skipped_iter"],
+            # Sums over samples of their lengths and of their squares.
             "tokens": given["total_real_tokens_in_batch"],
             "squares": given["seqlen_squared_sum_in_batch"],
+            # Loss functions called so far, if the script counts them.
             "num_losses": getattr(get_args(), "num_losses", None),
         }
         result = log(*arguments, **options)
@@ -215,38 +189,3 @@ def held(script: str, words: Sequence[str]) -> dict[str, Any]:
 def _resident_kib(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
-
-
-def pauses(
-    script: str, words: Sequence[str], seconds: float, fault: str | None = None
-) -> dict[str, Any]:
-    """`train` with passes that sleep, planning of so many seconds, and a worker with a `fault`.
-
-    ``pauses``: from each backward to a forward pass on this rank, which are of two steps where all
-    forward passes of a step come before its backward passes, the seconds and those of them that the
-    main thread computed.
-    """
-    passes: list[tuple[str, Clocks, Clocks]] = []
-
-    def sleeping(kind: str, step: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        started = _clocks()
-        result = step(*arguments, **options)
-        time.sleep(SLEPT_SECONDS[kind])
-        passes.append((kind, started, _clocks()))
-        return result
-
-    steps = {
-        "forward_step": functools.partial(sleeping, "F", schedules.forward_step),
-        "backward_step": functools.partial(sleeping, "B", schedules.backward_step),
-    }
-    with slow_planning(seconds), worker_with(fault), mock.patch.multiple(schedules, **steps):
-        record = train(script, words)
-    # On the first stage nothing else runs dry: one forward pass follows another without a wait.
-    in_turn = itertools.pairwise(passes)
-    between = [(a[2], b[1]) for a, b in in_turn if (a[0], b[0]) == ("B", "F")]
-    found = [[end - start for start, end in zip(*clocks, strict=True)] for clocks in between]
-    return record | {"pauses": found}
-
-
-def _clocks() -> Clocks:
-    return time.perf_counter(), time.thread_time()

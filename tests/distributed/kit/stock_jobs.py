@@ -126,12 +126,6 @@ def ahead(name: str, *words: str) -> Iterator[Job]:
     yield job(f"{name}-not-ahead", *words, function="train_ahead", fault="in line")
 
 
-def pauses(name: str, seconds: float, *words: str, **fault: str) -> Job:
-    """Ten steps of passes that sleep, and planning of so many seconds."""
-    words = (*steps(10), *PP2, *words)
-    return job(f"pauses-{name}", *words, function="pauses", seconds=seconds, **fault)
-
-
 SAVED = [
     *("--save", "{folder}/pp2", "--save-interval", "3"),
     # Each rank writes by itself: writers of the other format import torch for every file.
@@ -199,10 +193,6 @@ JOBS = {
             *(*PP2, *FLAG, *BY_TWO, "--exit-interval", "3"),
             function="train_ahead",
         ),
-        pauses("padded", 0.0, "--micro-batch-size", "2"),
-        pauses("short-plans", 0.2, *FLAG),
-        pauses("long-plans", 1.0, *FLAG),
-        pauses("long-plans-not-ahead", 1.0, *FLAG, fault="in line"),
         dataclasses.replace(
             job("thousands-of-steps", *MANY, *PP2, *FLAG, "--num-layers", "2", function="held"),
             seconds=1200.0,

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,16 +34,15 @@ from megatron.training.arguments import parse_and_validate_args
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from kit.harness import REPOSITORY
+from kit.stand_ins import module_of
+
 STEPS_BEFORE = 2
 SAMPLES_A_RANK = 4
 
-_path = Path(__file__).resolve().parents[3] / "examples" / "sft" / "sft.py"
+_path = REPOSITORY / "examples" / "sft" / "sft.py"
 sys.path.insert(0, str(_path.parent))
-_spec = importlib.util.spec_from_file_location("sft", _path)
-assert _spec is not None
-assert _spec.loader is not None
-sft = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(sft)
+sft = module_of(_path)
 
 
 @functools.wraps(sft.forward_step)

@@ -5,48 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 from unittest import mock
-
-import torch.distributed as dist
 
 from mcore_batching.megatron import plan
 from mcore_batching.planning import worker
 from mcore_batching.planning.worker import PlanningWorker, PlanRequest, PlanTicket
 
 FAULTS = ("killed", "stopped", "late", "absent", "out of memory")
-SECONDS_LATE = 5.0
 _SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 _IMPATIENT_SECONDS = 1.0
 _SLOW_START = """
 import time
 from mcore_batching.planning import worker
 plan = worker.PlanRequest.plan
-worker.PlanRequest.plan = lambda self: time.sleep({seconds}) or plan(self)
+worker.PlanRequest.plan = lambda self: time.sleep(5.0) or plan(self)
 serve()"""
 _LIMITED_START = """
 from mcore_batching.planning import worker
 worker.PlanRequest.plan = lambda self: bytearray(1 << 60)
 serve()"""
-
-
-@contextlib.contextmanager
-def slow_planning(seconds: float, *, in_line: float | None = None) -> Iterator[None]:
-    """Planning that takes so much longer: in the worker, and in line (None: as much)."""
-    plan_of = PlanRequest.plan
-
-    def slowly(request: PlanRequest) -> Any:
-        time.sleep(seconds if in_line is None else in_line)
-        return plan_of(request)
-
-    with (
-        _started_by(_SLOW_START.format(seconds=seconds)),
-        mock.patch.object(PlanRequest, "plan", slowly),
-    ):
-        yield
 
 
 @contextlib.contextmanager
@@ -60,14 +40,16 @@ def _started_by(lines: str) -> Iterator[None]:
 @contextlib.contextmanager
 def worker_with(fault: str | None) -> Iterator[dict[str, Any]]:
     """Let something happen to the worker, with the first request; None: nothing; "in line": no
-    request reaches it.
+    request reaches it. Its answers are there when their steps are due: who awaits one before that,
+    while the device could run the step before, does so until the time is up.
 
     Yields:
-        ``in_line``: the number of plans that this rank made itself; ``said`` of them; ``pids`` of
-        the workers.
+        ``begun`` and ``in_line``: the numbers of plans that this rank's worker was given, and that
+        it made itself; what it ``said``.
     """
-    made: dict[str, Any] = {"in_line": 0, "said": [], "pids": []}
+    made: dict[str, Any] = {"begun": 0, "in_line": 0, "said": []}
     submit, plan_in_line, say = PlanningWorker.submit, PlanRequest.plan, plan.say
+    plan_due, answers = plan.Planner.plan, dict[PlanTicket, Any]()
 
     def submitted(self: PlanningWorker, request: PlanRequest) -> PlanTicket:
         if fault == "in line":
@@ -75,14 +57,19 @@ def worker_with(fault: str | None) -> Iterator[dict[str, Any]]:
             answer.set_result(None)
             return PlanTicket(request, self, None, answer)
         ticket = submit(self, request)
-        is_first = not made["pids"]
-        if self.pid is not None and self.pid not in made["pids"]:
-            made["pids"].append(self.pid)
-        if is_first and fault in _SIGNALS:
-            os.kill(made["pids"][-1], _SIGNALS[fault])
+        made["begun"] += 1
+        if made["begun"] == 1 and fault in _SIGNALS:
+            assert self.pid is not None
+            os.kill(self.pid, _SIGNALS[fault])
             if fault == "stopped":
                 plan.SECONDS_LATE = _IMPATIENT_SECONDS  # until the patch below ends
+        answers[ticket], ticket.answer = ticket.answer, Future()
         return ticket
+
+    def due(self: plan.Planner, job: Any, request: PlanRequest, ticket: PlanTicket | None) -> bytes:
+        if ticket is not None and ticket in answers:
+            ticket.answer = answers.pop(ticket)
+        return plan_due(self, job, request, ticket)
 
     def counted(request: PlanRequest) -> Any:
         made["in_line"] += 1
@@ -96,6 +83,7 @@ def worker_with(fault: str | None) -> Iterator[dict[str, Any]]:
         for target, name, value in (
             (PlanningWorker, "submit", submitted),
             (PlanRequest, "plan", counted),
+            (plan.Planner, "plan", due),
             (plan, "say", said),
             # A worker may take seconds to start on a busy core.
             (plan, "SECONDS_LATE", _IMPATIENT_SECONDS if fault == "late" else 60.0),
@@ -104,12 +92,7 @@ def worker_with(fault: str | None) -> Iterator[dict[str, Any]]:
         if fault == "absent":
             stack.enter_context(mock.patch("sys.executable", "/nowhere/python"))
         if fault == "late":
-            stack.enter_context(slow_planning(SECONDS_LATE, in_line=0.0))
+            stack.enter_context(_started_by(_SLOW_START))
         if fault == "out of memory":
             stack.enter_context(_started_by(_LIMITED_START))
         yield made
-
-
-def is_planning_rank() -> bool:
-    """True on the rank that has the worker."""
-    return dist.get_rank() == 0
