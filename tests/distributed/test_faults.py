@@ -55,30 +55,23 @@ def test_what_is_wrong_on_one_rank_is_a_named_error_on_all(
 
 
 VERSION = tuple(map(int, version("megatron-core").split(".")[:2]))
-# Before 0.19 Megatron takes such experts for parameters that data-parallel ranks alone share.
-EXPERTS = "set --expert-tensor-parallel-size 2, or --expert-model-parallel-size above 1"
-MROPE = {"kind": "mrope", "mrope_section": [2, 1, 1]}
-# Megatron raised in mid-forward.
-MROPE_CUT = "cuts positions that are cut for context-parallel ranks already"
-REFUSED = "guarantees:model_is_refused"
 ROUTER = "guarantees:router_counts_real_tokens"
 OVERSIZE = "guarantees:over_the_cap_is_printed_once"
-COLLECTIVES = "guarantees:phases_make_the_collectives_that_are_listed"
+BY_LENGTHS = "guarantees:found_by_lengths"
 MEMORY = "losses:memory_is_shared"
 NONFINITE = "losses:nonfinite_loss"
+SLIME_PLANS = "hooking:slime_plans_where_it_trains"
 JOBS = [
     *(job(f"gradient-over-logits-{n}", MEMORY, d) for n, d in (("dp2", DP2), ("tp2", TP2))),
     job("constant-loss", "losses:constants_fire_every_hook", DP1),
-    job("collectives", COLLECTIVES, DP2 | PP2),
+    job("collectives", "guarantees:phases_make_the_collectives_that_are_listed", DP2 | PP2),
     job("silent-placeholders", "shared_rows:silent_placeholders", CP2),
     job("own-weights", "guarantees:replicas_begin_alike", DP2),
     job("later-steps", "guarantees:later_steps", DP2 | PP2),
     job("padding-alone", "guarantees:padding_moves_nothing", DP2_EP2),
     job("prefixes-printed", "guarantees:shared_tokens_are_printed", DP2),
     job("time-outs", "guarantees:wrong_time_outs_are_named", DP2),
-    job("experts-tp2", REFUSED, TP2_SP, text=EXPERTS if VERSION < (0, 19) else "", kind="moe"),
-    job("mrope-cp2", REFUSED, CP2, text=MROPE_CUT, **MROPE),
-    job("mrope-dp2", REFUSED, DP2, text="", **MROPE),
+    job("experts-tp2", "guarantees:experts_of_all_ranks", TP2_SP, refused=VERSION < (0, 19)),
     job("over-the-cap", OVERSIZE, DP2, row=10, needed=200, max_tokens_per_gpu=10),
     job("over-the-cap-stays", OVERSIZE, DP2, row=10, needed=200, max_tokens_per_gpu=10, **STAY),
     job("over-the-cap-shared", OVERSIZE, DP4, row=10, needed=100, max_tokens_per_gpu=5, **SHARED),
@@ -90,35 +83,28 @@ JOBS = [
     job("nonfinite-overlapped", NONFINITE, DP2 | PP2, fault="gradient", overlap=True),
     job("nonfinite-loss-scaling", "losses:loss_scaling", PP2),
     job("names", "guarantees:names_of_outputs_and_metrics", DP2 | PP2),
-    job("by-lengths-dp2", "guarantees:found_by_lengths", DP2, pad_each_to=8),
-    job("by-lengths-cp2", "guarantees:found_by_lengths", CP2, pad_each_to=12),
+    *(job(f"by-lengths-{n}", BY_LENGTHS, d) for n, d in (("dp2", DP2), ("cp2", CP2))),
     job("slime-style", "guarantees:slime_style", DP2 | PP2),
     job("expert-bias", ROUTER, DP2_EP2, kind="moe", per_rank=4),
     job("expert-bias-later-stage", ROUTER, PP2 | TP2_EP2, kind="moe", per_rank=2),
-    *(  # four layers, and one for each of two further tokens
-        [job("expert-bias-multi-token", ROUTER, DP2_EP2, kind="mtp-moe", per_rank=6)]
-        if VERSION >= (0, 17)
-        else []
-    ),
     *(
-        job(f"expert-bias-{kind}", ROUTER, TP2_EP2, kind=kind, per_rank=count)
-        for kind, count in (("hybrid-moe", 2), ("hybrid-mtp-moe", 3))
-        if VERSION >= (0, 18)
+        job(f"expert-bias-{kind}", ROUTER, dims, kind=kind, per_rank=count)
+        for kind, dims, count, since in (
+            ("mtp-moe", DP2_EP2, 6, 17),  # four layers, and one for each of two further tokens
+            ("hybrid-moe", TP2_EP2, 2, 18),
+            ("hybrid-mtp-moe", TP2_EP2, 3, 18),
+        )
+        if (0, since) <= VERSION
     ),
-    *(
-        job(f"slime-plans-{name}", "hooking:slime_plans_where_it_trains", dims)
-        for name, dims in (("dp2", DP2), ("pp2", PP2), ("cp2", CP2), ("tp2-sp", TP2_SP))
-    ),
-    job("slime-plans-dp2-empty", "hooking:slime_plans_where_it_trains", DP2, spread="empty"),
-    job("framework-shows-model", "hooking:framework_shows_model", PP2),
-    job("framework-holds-model", "hooking:framework_holds_model", PP2),
+    job("slime-plans-dp2", SLIME_PLANS, DP2),
+    job("slime-plans-pp2", SLIME_PLANS, PP2),
+    job("slime-plans-cp2", SLIME_PLANS, CP2),
+    job("slime-plans-tp2-sp", SLIME_PLANS, TP2_SP),
+    job("slime-plans-dp2-empty", SLIME_PLANS, DP2, spread="empty"),
 ]
-PP4 = {"pipeline_parallel": 4}
-NEIGHBOURS = "blocking_p2p:neighbours_send_first"
 NEEDS_GLOO = [
     job("groups-remade", "guarantees:groups_made_anew", DP2),
-    job("neighbours-send-first", NEIGHBOURS, PP4, blocking=False),
-    job("neighbours-send-first-blocking", NEIGHBOURS, PP4, blocking=True),
+    job("neighbours-send-first", "blocking_p2p:neighbours_send_first", {"pipeline_parallel": 4}),
     job("freed-while-sending", "guarantees:freed_outputs_arrive_whole", PP2),
 ]
 

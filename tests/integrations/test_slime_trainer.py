@@ -184,8 +184,9 @@ def test_what_miles_trainer_plans_itself_stays_its_own(small: Small) -> None:
     found = trainer_of("miles")
     data = rollout_data() | {"adapter_slots": [0, 0, 1]}
     del data["micro_batch_indices"]
+    args = SimpleNamespace(use_dynamic_batch_size=True)
     with mcore_batching.hook(found.data, found.model):
-        (iterator,), counts = found.data.get_data_iterator(None, None, data)
+        (iterator,), counts = found.data.get_data_iterator(args, None, data)
         assert type(iterator) is found.data.DataIterator
         assert counts == [3]
         assert iterator.get_next(["adapter_slots"]) == {"adapter_slots": [0]}

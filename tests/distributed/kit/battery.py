@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import json
+import math
 import os
 import resource
 import signal
@@ -31,9 +32,9 @@ import torch.distributed as dist
 from bootstrap import initialize_model_parallel, initialize_process_group
 from megatron.core import parallel_state
 
-from kit.calls import Calls, read_faults
+from kit.calls import Calls, loss_with, read_faults
+from kit.faults import listed_pass
 from kit.harness import launch, processes_of
-from kit.hooking import listed_forward_only, listed_iterators
 from kit.objective import packed_objective
 from kit.ranks import Fork, fork_ranks
 from kit.samples import make_samples, take
@@ -62,8 +63,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "DP2 no agent": {"data_parallel": 2},
     "PP2 no agent": {"pipeline_parallel": 2},
 }
-_ALONE = [name for name in LAYOUTS if name.endswith("no agent")]
-_SETS = {"all": [*LAYOUTS][:6], "no agent": _ALONE}
+_SETS = {"all": [*LAYOUTS][:6], "no agent": [*LAYOUTS][7:]}
 
 
 def raises(*unused: Any, **also_unused: Any) -> Any:
@@ -95,16 +95,6 @@ def killed_later(schedule: MicroBatchSchedule, ticket: Any = None) -> Any:
 _plan_next_step = plan.plan_next_step
 
 
-def nan_loss(*given: Any) -> Any:
-    share, metrics = packed_objective(*given)
-    return share * float("nan"), metrics
-
-
-def step_in_backward(calls: Calls) -> Any:
-    calls.layer.register_forward_hook(lambda *call: call[2][0].register_hook(raises) and None)
-    return calls.step()
-
-
 def step_in_sharing(calls: Calls) -> Any:
     alone = dist.get_world_size() == parallel_state.get_data_parallel_world_size()
     calls.data = take(make_samples(), []) if alone else None
@@ -114,12 +104,6 @@ def step_in_sharing(calls: Calls) -> Any:
 def step_without_replica_group(calls: Calls) -> Any:
     calls.data = None
     return calls.patched("step", JobConsensus, "_replica_group", property(raises))
-
-
-def step_without_row_groups(calls: Calls) -> Any:
-    """The others go on by theirs."""
-    job_of(calls.args).memory.row_groups.clear()
-    return calls.patched("step", dist, "all_gather_object", raises)
 
 
 def step_that_warns(calls: Calls) -> Any:
@@ -145,21 +129,6 @@ def step_recorded(calls: Calls, full: bool = False) -> Any:
     return found
 
 
-def framework_forward(calls: Calls, happens: Callable[..., Any] | None = None) -> Any:
-    """A pass of a framework whose rollout manager plans; something happens in a layer."""
-    samples = [*range(len(calls.data["tokens"]))]
-    rollout = {**calls.data, "micro_batch_indices": [samples, []]}
-    calls.args.use_dynamic_batch_size, calls.args.collects_outputs = True, False
-    if happens is not None:
-        calls.in_layer(happens)
-
-    def f(logits: torch.Tensor, *, total_lengths: list[int], **unused: Any) -> Any:
-        return logits.new_zeros(0), {"log_probs": [logits[0, 0] for _ in total_lengths]}
-
-    iterators = listed_iterators(rollout)
-    return listed_forward_only(f, calls.args, calls.model, iterators, [2])
-
-
 HEADER = "| fault | layouts | call | others | error | text | ends |"
 FAULTS = {
     fault.name: fault._replace(
@@ -179,34 +148,16 @@ def layouts_of(fault: str) -> list[str]:
     return [*dict.fromkeys(name.strip("*") for name in FAULTS[fault].layouts)]
 
 
-@dataclasses.dataclass(frozen=True)
-class End:
-    """How a rank ended.
-
-    Attributes:
-        exit_code: of its process; minus the signal that killed it; None: it had to be killed.
-        value: what `train` returned, None if it raised.
-        error: type of what it raised; "" if it returned, or ended otherwise.
-        message: of what it raised, else what it wrote to the standard error.
-        seconds: from the fault to the error, or to the end of the process.
-    """
-
-    exit_code: int | None
-    value: Any
-    error: str
-    message: str
-    seconds: float
-
-
-def run_battery(chosen: list[tuple[str, str]], scratch: Path) -> dict[tuple[str, str], list[End]]:
-    """Run faults on layouts, a few at a time: how each of their ranks ended."""
+def run_battery(chosen: list[tuple[str, str]], scratch: Path) -> dict[tuple[str, str], list[Any]]:
+    """Run faults on layouts, a few at a time: how each of their ranks ended (`_Running.ends`)."""
     (scratch / "chosen.json").write_text(json.dumps(chosen))
     seconds = len(chosen) * (JOB_SECONDS + 5)
     launched = launch("kit.battery", str(scratch), nproc=4, folder=scratch, seconds=seconds)
     ends = scratch / "ends.json"
     assert ends.exists(), launched.stderr[-3000:]
     found = json.loads(ends.read_text())
-    return {each: [End(**end) for end in ranks] for each, ranks in zip(chosen, found, strict=True)}
+    ends_of = [[SimpleNamespace(**end) for end in ranks] for ranks in found]
+    return dict(zip(chosen, ends_of, strict=True))
 
 
 def main() -> None:
@@ -311,7 +262,9 @@ class _Running:
             (self.folder / "released").touch()
 
     def ends(self) -> list[dict[str, Any]]:
-        """How each rank ended: the values of an `End`."""
+        """How each rank ended: the ``exit_code`` of its process (minus a signal; None: it had to be
+        killed here), the ``value`` that `train` returned or the ``error`` and ``message`` that it
+        raised, else what it wrote, and the ``seconds`` from the fault to that."""
         fault, found = self.folder / "fault", []
         since = float(fault.read_text()) if fault.exists() else float("nan")
         for rank, (code, ended) in sorted(self.codes.items()):

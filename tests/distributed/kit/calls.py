@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
-from kit.model import adam, arguments, named_parameters, small_model
+from kit.model import adam, arguments, small_model
 from kit.objective import log_probs_of, packed_objective
 from kit.samples import VOCABULARY, make_samples, share, take
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind
@@ -46,7 +46,6 @@ def my_samples(dims: ParallelDims, spread: str = "uneven") -> dict[str, list[Any
 
 
 def on_all_ranks(value: Any) -> list[Any]:
-    """This value of every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -70,7 +69,6 @@ def error_of(call: Any) -> str:
 
 
 def printed(*calls: Callable[[], Any]) -> str:
-    """What these calls print on this rank."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         for call in calls:
             call()
@@ -104,22 +102,16 @@ class Calls:
             return getattr(self, call)()
 
     def plan(self, **fields: Any) -> Any:
-        """With other fields."""
         return self.plan_of(self.data | fields if fields else self.data)
 
     def plan_of(self, data: Any, **options: Any) -> Any:
         return get_data_iterator(self.args, self.model, data, **options)
 
     def planned(self, **flags: Any) -> Any:
-        """With other flags."""
         return get_data_iterator(self.with_flags(flags), self.model, self.data)
 
     def planned_with(self, **options: Any) -> Any:
         return self.plan_of(self.data, **options)
-
-    def planned_in(self, *empty: list[int]) -> Any:
-        """In one step, and empty ones."""
-        return self.planned_with(steps=[range(len(self.data["tokens"])), *empty])
 
     def plan_sharing_prefixes(self, turned: bool = False) -> Any:
         """The tokens of a sample that others begin are turned round."""
@@ -144,10 +136,6 @@ class Calls:
         given = {"data_iterator": self.iterators, "num_microbatches": self.counts} | changes
         given = {"args": self.args, "model": self.model, "optimizer": self.optimizer, **given}
         return train_step(loss, **given, step=step)
-
-    def train_as(self, **flags: Any) -> Any:
-        """With other flags in this step."""
-        return self.train(args=self.with_flags(flags))
 
     def train_planned(self, planned: Any, loss: Any = packed_objective, step: int = 0) -> Any:
         iterators, counts = planned
@@ -199,11 +187,6 @@ class Calls:
         done = self.train(loss, len(self.counts) - 1, **options)
         return {**done.metrics, "grad_norm": done.grad_norm}
 
-    def step_in_layer(self, happens: Callable[[], Any]) -> Any:
-        """In which something happens in a layer."""
-        self.in_layer(happens)
-        return self.step()
-
     def in_layer(self, happens: Callable[[], Any]) -> None:
         """In the second micro-batch from now on, if there is one, this happens in a layer."""
         calls = iter(range(1000))
@@ -212,15 +195,6 @@ class Calls:
     @property
     def layer(self) -> Any:
         return unwrap_model(self.model[-1]).decoder.layers[-1]
-
-    @contextlib.contextmanager
-    def kept_weights(self) -> Iterator[None]:
-        """Weights are the same again at the end."""
-        before = {name: p.detach().clone() for name, p in named_parameters(self.model)}
-        yield
-        with torch.no_grad():
-            for name, parameter in named_parameters(self.model):
-                parameter.copy_(before[name])
 
     def longer(self) -> dict[str, Any]:
         """Every sample has a token more."""

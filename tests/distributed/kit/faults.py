@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gathered
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_model_config, unwrap_model
@@ -23,7 +25,9 @@ from kit.hooking import Listed, listed_forward_only, listed_iterators
 from kit.model import arguments, named_parameters, small_model
 from kit.objective import log_probs_by_lengths, log_probs_of, packed_objective
 from mcore_batching.batch import DEFAULT_SCHEMA
+from mcore_batching.integrations import skyrl
 from mcore_batching.integrations.slime import trainer
+from mcore_batching.integrations.verl import micro_batches
 from mcore_batching.megatron import add_fields, get_data_iterator, response_log_probs
 from mcore_batching.megatron.plan import Planner
 from mcore_batching.megatron.schedule import MicroBatchSchedule
@@ -49,7 +53,6 @@ def lists(change: Callable[[list[Any], int], list[Any]]) -> Function:
 
 
 def outputs(change: Function) -> Function:
-    """f, with each output changed."""
     return lists(lambda values, number: [*map(change, values)])
 
 
@@ -105,10 +108,6 @@ def train_beside(calls: Calls, differs: bool = True) -> Any:
     return calls.train_planned(planned)
 
 
-def nan_loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
-    return torch.cat(response_log_probs(logits, row)).sum() * float("nan"), {}
-
-
 def forward_of_another(calls: Calls, mask: AttnMaskType = AttnMaskType.causal) -> Any:
     """A pass of another model than it was planned with, whose first layer has this mask."""
     model = small_model(calls.dims)
@@ -134,11 +133,6 @@ def plan_beyond_cap(planner: Planner, job: Any, request: Any, ticket: Any) -> by
     return serialize(dataclasses.replace(step, config=request.config))
 
 
-def gathered(logits: torch.Tensor) -> torch.Tensor:
-    """Logits of the whole vocabulary."""
-    return tensor_parallel.gather_from_tensor_model_parallel_region(logits)
-
-
 def slime_plan(calls: Calls, data: Any = None, **flags: Any) -> Any:
     args = arguments(calls.dims, **{"use_dynamic_batch_size": True} | flags)
     given = DEFAULT_SCHEMA, Listed, fails, args, calls.model
@@ -150,6 +144,30 @@ def slime_pass(calls: Calls, iterators: Any, counts: Any, f: Any = log_probs_by_
     return listed_forward_only(f, args, calls.model, iterators, counts)
 
 
+class Framework:
+    """Holds a model as verl's engine and SkyRL's Megatron worker do, and calls what is hooked; the
+    model overlaps communication or not."""
+
+    def __init__(self, calls: Calls, overlaps: bool = False) -> None:
+        self.module = self.actor_module = small_model(calls.dims)
+        self.tf_config = get_model_config(self.module[0])
+        self.tf_config.tp_comm_overlap = overlaps
+        self.engine_config = SimpleNamespace(use_remove_padding=True)
+        self.model = SimpleNamespace(remove_microbatch_padding=True)
+
+    def verl(self) -> Any:
+        group = parallel_state.get_data_parallel_group()
+        return micro_batches.rearrange_micro_batches(None, None, 1, group)
+
+    def skyrl(self) -> Any:
+        return skyrl._sync_num_microbatches(None, SimpleNamespace(_alignment=(1, 1)))
+
+    def miles(self, calls: Calls) -> Any:
+        args = arguments(calls.dims, use_dynamic_batch_size=True)
+        given = DEFAULT_SCHEMA, fails, args, self.module, {"micro_batch_indices": []}
+        return trainer.miles_iterators(*given)
+
+
 def listed_pass(
     calls: Calls,
     change: Function = lambda made: made,
@@ -158,12 +176,13 @@ def listed_pass(
     lists: Function = lambda listed: listed,
     fewer: int = 0,
     collected: bool = True,
+    model: Any = None,
 ) -> Any:
     """A pass over the five micro-batches of each rank that a rollout manager listed.
 
     ``change`` is made to what f returns for the micro-batch ``begins`` and later ones, ``lists`` to
     the listed samples; the number of micro-batches is too small by ``fewer``. Outputs are
-    collected, as miles does, or taken for losses.
+    collected, as miles does, or taken for losses. ``model`` may be another one.
     """
     numbers = itertools.count()
 
@@ -178,15 +197,10 @@ def listed_pass(
     rollout = {**calls.data, "micro_batch_indices": lists(listed)}
     args = arguments(calls.dims, use_dynamic_batch_size=True, collects_outputs=collected)
     iterators = listed_iterators(rollout)
-    return listed_forward_only(f, args, calls.model, iterators, [5 - fewer])
-
-
-def too_few(logits: torch.Tensor, **keywords: Any) -> Any:
-    return each_list(lambda values: values[:-1])(log_probs_by_lengths(logits, **keywords))
+    return listed_forward_only(f, args, model or calls.model, iterators, [5 - fewer])
 
 
 def each_list(change: Callable[[list[Any]], list[Any]]) -> Function:
-    """Outputs of slime's f, with every list changed."""
     return lambda made: {name: change(values) for name, values in made.items()}
 
 
@@ -195,7 +209,6 @@ FAULTS = read_faults("| layout | fault | rank | call | others | error | text |",
 
 
 def table_of(layout: str) -> list[Any]:
-    """The faults of a layout."""
     return [fault for fault in FAULTS if layout in fault.layouts]
 
 

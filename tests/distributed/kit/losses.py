@@ -32,20 +32,6 @@ FLOAT32 = 1e-6
 """Relative error of sums over 64 entries of 24 bits each."""
 
 
-def _infinite_gradient(share: Tensor, logits: Tensor) -> Tensor:
-    """The share as it is, with a gradient of 1 / 0."""
-    first = logits[0, 0, 0].float()
-    return share + (first - first.detach()).sqrt()
-
-
-CHANGES: dict[str, Any] = {
-    "": lambda share, logits: share,
-    "loss": lambda share, logits: share * math.nan,
-    "gradient": _infinite_gradient,
-    "field": lambda share, logits: share,  # at fault are advantages of a token that is not trained
-}
-
-
 def nonfinite_loss(dims: ParallelDims, fault: str, overlap: bool) -> None:
     """Where a loss or gradient of one rank is not finite, a step raises on all ranks or, where that
     is set, is skipped on all.
@@ -71,7 +57,9 @@ def nonfinite_loss(dims: ParallelDims, fault: str, overlap: bool) -> None:
         def loss(logits: Tensor, row: Any, totals: Any) -> Any:
             share, metrics = packed_objective(logits, row, totals)
             if next(slots) == 1 and dist.get_rank() == dist.get_world_size() - 2:
-                share = CHANGES[fault](share, logits)
+                first = logits[0, 0, 0].float()
+                infinite = (first - first.detach()).sqrt()  # 0, with a gradient of 1 / 0
+                share = {"loss": share * math.nan, "gradient": share + infinite}.get(fault, share)
             # A metric of this name does not stand for the step's own loss.
             return share, metrics | {"loss": share.new_zeros(())}
 

@@ -74,7 +74,6 @@ HYBRID = {"hybrid-moe": "*E*E", "hybrid-mtp-moe": "*E*E/*E"}
 """Kinds that are a `HybridModel` of these layers; those of `kit.random_model` have others."""
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "mrope": {},  # multimodal rotary embeddings
     "moe": EXPERTS,
     "replay": EXPERTS | {"moe_enable_routing_replay": True},  # told which experts to take
     "mla": LATENT,
@@ -157,8 +156,6 @@ def small_model(
     config = transformer_config(kind, **pipeline_config(dims) | settings)
     # Of one stage: a hybrid model's pattern is not cut.
     options = {"hybrid_layer_pattern": HYBRID[kind]} if kind in HYBRID else {}
-    if kind == "mrope":
-        options["position_embedding_type"] = "mrope"
     return packed_model(kind, config, ddp, **options)
 
 
@@ -232,7 +229,6 @@ class Adapted(torch.nn.Module):
 def adam(
     model: list[Any], distributed: bool, overlap_gather: bool = False, bf16: bool = False
 ) -> Any:
-    """Megatron's Adam."""
     config = OptimizerConfig(
         optimizer="adam",
         weight_decay=0.0,
