@@ -38,7 +38,6 @@ def ranks(
 
 
 def _selected(request: pytest.FixtureRequest) -> list[Job]:
-    """The jobs of all selected tests, but for those that are skipped."""
     return [
         item.callspec.params["job"]
         for item in request.session.items

@@ -26,7 +26,6 @@ def dies() -> None:
 
 
 def returns_rank() -> int:
-    """This rank."""
     return dist.get_rank()
 
 

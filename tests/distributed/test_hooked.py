@@ -43,7 +43,6 @@ VERL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def jobs_of(framework: str) -> list[Any]:
-    """The framework's jobs, skipped where there is none."""
     variable, what = SOURCES[framework]
     given = {"source": os.environ.get(variable, "")}
     module, cases = ("verl_engine", VERL) if framework == "verl" else ("slime", SLIME)

@@ -27,7 +27,6 @@ MOST_REFUSED = 0.12
 
 
 def asked_for() -> list[int]:
-    """The seeds of the variable."""
     seeds: list[int] = []
     for part in filter(None, os.environ.get("MCORE_BATCHING_RANDOM_SEEDS", "").split(",")):
         first, _, last = part.partition("-")

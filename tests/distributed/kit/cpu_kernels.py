@@ -99,8 +99,6 @@ def stand_in_for_kernels() -> None:
 
 
 class _GroupNorm(torch.nn.Module):
-    """RMSNorm of groups of channels."""
-
     def __init__(self, channels: int, eps: float, group_size: int, **unused: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(channels))

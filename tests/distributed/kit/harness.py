@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,23 +36,14 @@ MODULES = ("kit.worker", "kit.ranks")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Something for every rank to do.
+    """Something for every rank to do."""
 
-    Attributes:
-        name: names the result.
-        function: ``module:function``, called as ``function(**parameters)``.
-        nproc: processes.
-        dims: arguments of `ParallelDims`; None: Megatron's groups are not set up.
-        parameters: keyword arguments, JSON values.
-        seconds: time after which the job counts as hanging.
-    """
-
-    name: str
-    function: str
+    name: str  # names the result
+    function: str  # ``module:function``, called as ``function(**parameters)``
     nproc: int
-    dims: dict[str, Any] | None = None
-    parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
-    seconds: float = JOB_SECONDS
+    dims: dict[str, Any] | None = None  # of `ParallelDims`; None: Megatron's groups are not set up
+    parameters: dict[str, Any] = dataclasses.field(default_factory=dict)  # JSON values
+    seconds: float = JOB_SECONDS  # after which the job counts as hanging
 
     @classmethod
     def of(cls, name: str, function: str, dims: dict[str, Any], /, **parameters: Any) -> Job:
@@ -99,7 +90,6 @@ def run_jobs(
 
 
 def results(outcome: list[Any] | JobFailedError) -> list[Any]:
-    """What every rank returned; raises the failure of a job that failed."""
     if isinstance(outcome, JobFailedError):
         raise outcome
     return outcome
@@ -125,17 +115,9 @@ def environment(nproc: int) -> dict[str, str]:
     return variables
 
 
-class Launched(NamedTuple):
-    """What became of a launch: exit code, standard output and standard error."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 def launch(
     module: str, *arguments: str, nproc: int, folder: Path, seconds: float = 0.0
-) -> Launched:
+) -> subprocess.CompletedProcess[str]:
     """Run the `main` of a module in a process forked off a server, and end all that it started.
 
     ``arguments`` are in `sys.argv`, the folder gets what it prints; beside the start it may take
@@ -161,7 +143,7 @@ def launch(
         code = int(server.stdout.readline())
     said = f"\nkilled after {limit:.0f} s\n" if late else ""
     texts = [path.read_text(errors="replace") for path in (output, errors)]
-    return Launched(code, texts[0], texts[1] + said)
+    return subprocess.CompletedProcess(arguments, code, texts[0], texts[1] + said)
 
 
 def torchrun(launcher: str, *words: str, nproc: int, folder: Path, paths: tuple[Path, ...]) -> str:

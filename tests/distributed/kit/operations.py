@@ -64,13 +64,8 @@ def asleep(
     """Training steps of the same samples, planned with every row on one rank, and with dynamic CP.
 
     A pass sleeps before it computes, so ranks that share a row wait in its attention for the one
-    that began last, and end together. ``repeats`` steps are timed after one that is not.
-
-    Returns:
-        of each plan ("one rank", "dynamic CP") the ``sizes`` of this rank's rows; as
-        predicted, the ``order`` of this rank's passes, their ends in seconds (``pass_ends``), that
-        of the step (``predicted``), and whether the schedule ``waits_for_sends``; of every timed
-        step ``passes`` (what ran, its start and its end, on a clock that all ranks read).
+    that began last, and end together. ``repeats`` steps are timed after one that is not: of each,
+    ``passes`` are what ran, its start and its end, on a clock that all ranks read.
     """
     model = quick_model(dims, 2 * max(LENGTHS))
     optimizer = adam(model, distributed=False)
@@ -102,7 +97,7 @@ def asleep(
         }
         for repeat in range(repeats + 1):
             dist.barrier()
-            with passes_of(model, before=sleep) as passes:
+            with passes_of(model, sleep) as passes:
                 train_step(packed_objective, args, model, iterators, counts, optimizer)
             if repeat:  # the first one makes buffers and connects groups
                 clock["passes"].append(passes)
@@ -112,15 +107,10 @@ def asleep(
 
 @contextlib.contextmanager
 def passes_of(
-    model: list[Any],
-    during: Callable[[bool, int], Any] = lambda *unused: None,
-    before: Callable[[bool, int], Any] = lambda *unused: None,
+    model: list[Any], before: Callable[[bool, int], Any] = lambda *unused: None
 ) -> Iterator[list[Any]]:
-    """Write down every call of the schedules' own forward and backward step.
-
-    ``before`` and ``during`` are called at the start and at the end of each, with whether it is a
-    backward pass and the slot.
-    """
+    """Write down every call of the schedules' own forward and backward step; `before` is called at
+    the start of each, with whether it is a backward pass and the slot."""
     passes: list[Any] = []
     drawn = [0] * len(model)
     made_by: dict[int, tuple[int, int]] = {}
@@ -129,7 +119,6 @@ def passes_of(
         start = time.monotonic()
         before(kind == "B", slot)
         result = step()
-        during(kind == "B", slot)
         passes.append([kind, chunk, slot, start, time.monotonic()])
         return result
 

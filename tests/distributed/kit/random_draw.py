@@ -48,7 +48,11 @@ def drawn_job(seed: int, **forced: Any) -> dict[str, Any]:
     per_token_loss = draw.chance("per-token loss", 0.6)
     balancing = drawn_balancing(draw, dims, model, per_token_loss)
     planner = _planner(draw, dims, model, per_token_loss)
-    rollouts = drawn_rollouts(draw, dims["data_parallel"])
+    count = draw.one("rollouts", [1, 1, 2, 3])
+    rollouts = [
+        _rollout(draw, f"rollout {n}", dims["data_parallel"], most_steps=6 // count)
+        for n in range(count)
+    ]
     if model["options"]["position_embedding_type"] == "mrope":
         # Position ids of no sample at all would have no axes.
         rollouts = [each for each in rollouts if each["samples"]] or [{"samples": [[9, 4, 0]]}]
@@ -138,7 +142,6 @@ def _ddp(draw: Draw, model: dict[str, Any]) -> dict[str, Any]:
 def _planner(
     draw: Draw, dims: dict[str, Any], model: dict[str, Any], per_token_loss: bool
 ) -> dict[str, Any]:
-    """``args`` of the engine."""
     ranks = dims["data_parallel"] * dims["context_parallel"]
     args: dict[str, Any] = {
         "dynamic_batch_plan_effort": draw.one("effort", [30, 100, 300]),
@@ -231,13 +234,8 @@ def _clock(draw: Draw, planner: dict[str, Any]) -> str:
     return draw.one("clock", ["true", "skewed", "noisy", "stalled", "backwards", "absurd"])
 
 
-def drawn_rollouts(draw: Draw, ranks: int) -> list[dict[str, Any]]:
-    """Samples ``[total, response, data-parallel rank]`` and the steps that they are trained in."""
-    count = draw.one("rollouts", [1, 1, 2, 3])
-    return [_rollout(draw, f"rollout {n}", ranks, most_steps=6 // count) for n in range(count)]
-
-
 def _rollout(draw: Draw, name: str, ranks: int, most_steps: int) -> dict[str, Any]:
+    """Samples ``[total, response, data-parallel rank]`` and the steps that they are trained in."""
     stream = draw.stream(f"{name}, samples")
     lengths = _lengths(stream)
     owners = _owners(stream, len(lengths), ranks)

@@ -82,11 +82,8 @@ def values_of(
 
 
 class RandomRun:
-    """A drawn job on this rank, whose groups are there, from these whole weights.
-
-    Attributes:
-        seen: what came of every forward pass and step on this rank, in order.
-    """
+    """A drawn job on this rank, whose groups are there, from these whole weights; `seen` is what
+    came of every forward pass and step on this rank, in order."""
 
     def __init__(
         self, job: Mapping[str, Any], shape: ParallelDims, weights: Mapping[str, Tensor]
@@ -176,7 +173,6 @@ class RandomRun:
         return found
 
     def train(self, samples: Samples, rollout: Mapping[str, Any]) -> None:
-        """Plan the samples, run them forward if asked to, and train every step."""
         self._rollout += 1
         data, mine, steps = self._own(samples, rollout)
         size = rollout.get("global_batch_size")

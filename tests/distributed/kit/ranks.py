@@ -38,7 +38,6 @@ class Fork:
         return code
 
     def kill(self) -> None:
-        """End the ranks that are left, and the store."""
         for process in (*self.ranks, *([] if self.store is None else [self.store])):
             with contextlib.suppress(ChildProcessError, ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

@@ -79,7 +79,6 @@ def share(samples: dict[str, list[Any]], spread: str, rank: int, ranks: int) -> 
 
 
 def take(samples: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-    """The samples at ``indices``."""
     return {key: [values[i] for i in indices] for key, values in samples.items()}
 
 

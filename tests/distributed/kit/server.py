@@ -19,7 +19,6 @@ from typing import Any
 
 
 def main() -> None:
-    """Serve launches until the input ends."""
     modules = {name: importlib.import_module(name) for name in sys.argv[1:]}
     # What is imported stays: each rank would collect it anew, and copy its pages to do so.
     gc.collect()

@@ -66,12 +66,6 @@ def destroy_process_group(group: Any = None) -> None:
         _destroy_process_group()
 
 
-def keep_groups() -> None:
-    """From now on `torch.distributed.new_group` hands out groups of finished jobs first."""
-    dist.new_group, dist.destroy_process_group = new_group, destroy_process_group
-    engine_job.new_group = new_group
-
-
 class _KeptGroup(dist.ProcessGroup):
     """Stands for a group of Megatron's that its framework destroys, and makes anew in it."""
 
@@ -113,7 +107,6 @@ def abandon_groups() -> None:
 
 @contextlib.contextmanager
 def layout(dims: ParallelDims) -> Iterator[None]:
-    """Megatron's groups for these dims."""
     initialize_model_parallel(dims, timeout_seconds=60.0)
     try:
         yield
@@ -171,7 +164,9 @@ def _work(folder: Path, rank: int) -> None:
     faulthandler.enable(file=stacks)  # of a process lost to a signal, at its end too
     faulthandler.register(signal.SIGUSR1, file=stacks)
     initialize_process_group(timeout_seconds=60.0)
-    keep_groups()
+    # From now on groups of finished jobs are handed out first.
+    dist.new_group, dist.destroy_process_group = new_group, destroy_process_group
+    engine_job.new_group = new_group
     for job in _jobs(folder):
         (folder / f"{job['name']}.rank{rank}.started").touch()
         # Where no thread of Python's gets to run.
