@@ -102,7 +102,7 @@ def environment(nproc: int) -> dict[str, str]:
     variables["OMP_NUM_THREADS"] = "1"
     variables["PYTHONWARNINGS"] = "ignore"  # megatron-core warns of every optional package
     variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    folders = ("distributed", "device", "benchmarks", "integrations")
+    folders = ("batch", "distributed", "device", "benchmarks", "integrations")
     paths = [str(REPOSITORY), *(str(REPOSITORY / "tests" / folder) for folder in folders)]
     paths.append(str(REPOSITORY / "examples" / "grpo"))
     variables["PYTHONPATH"] = os.pathsep.join([*paths, variables.get("PYTHONPATH", "")])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from batch_cases import pack
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -18,7 +19,7 @@ from torch import Tensor
 from kit.calls import Calls, equal, my_samples, on_all_ranks
 from kit.model import ADAM, adam, arguments, named_parameters, no_optimizer, small_model
 from kit.objective import difference, packed_objective
-from kit.samples import VOCABULARY, make_samples, pack, take
+from kit.samples import VOCABULARY, make_samples, take
 from mcore_batching.megatron import (
     NonFiniteError,
     get_data_iterator,
@@ -136,7 +137,7 @@ def memory_is_shared(dims: ParallelDims) -> None:
     """The gradient is written over logits that nobody else reads, and over no others; with another
     reader it is an error, not a wrong gradient."""
     chosen = [0, 1, 2, 4, 5, 9, 11]  # responses of none, one and all tokens among them
-    row = pack(take(make_samples(), chosen), sample_indices=tuple(chosen))
+    row = pack(take(make_samples(), chosen))
     size = VOCABULARY // dims.tensor_parallel
     logits = 4 * torch.randn(1, row.tokens.numel(), size, device=row.tokens.device)
 
