@@ -19,11 +19,8 @@ from planning_cases import examples
 from torch import Tensor
 
 from mcore_batching.batch import SchemaError
-from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.loss import step_totals
 from mcore_batching.integrations.megatron_lm import stock_steps
 from mcore_batching.integrations.megatron_lm.stock_steps import (
-    STOCK_SCHEMA,
     StockDataError,
     StockSteps,
     batches_ahead,
@@ -134,13 +131,6 @@ def test_lacking_fields_and_unequal_numbers_of_rows_are_errors() -> None:
     del given_batch["labels"]
     with pytest.raises(StockDataError, match=lacking):
         unpadded_samples([given_batch], split_documents=False)
-
-
-def test_labels_and_masks_are_ready_made() -> None:
-    data = unpadded_samples([masked([0, 1, 1], [1, 1, 0])], split_documents=False)
-    STOCK_SCHEMA.resolve(data).validate(data)
-    columns = Columns.read(data, STOCK_SCHEMA)
-    assert step_totals(columns, depths=1, has_labels=True)[1] == [4, 3]
 
 
 @pytest.mark.parametrize(("is_reset", "lengths"), [(True, [1, 1]), (False, [3])])
