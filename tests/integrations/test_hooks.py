@@ -8,7 +8,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import pickle
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -130,10 +129,8 @@ def test_other_versions_are_refused_by_name(
     changed = rewrite(module, small(framework), before, after)
     modules = [changed, *map(importlib.import_module, replaced)]
     own = list(map(names_of, modules))
-    with pytest.raises(HookError, match=message) as caught:
+    with pytest.raises(HookError, match=message):
         hook()
-    assert isinstance(caught.value, ValueError)
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert list(map(names_of, modules)) == own
 
 
