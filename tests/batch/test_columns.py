@@ -164,10 +164,6 @@ def test_fields_added_later_are_columns_as_well() -> None:
     more = columns.extended({"values": [[0.5, 1.0], [2.0]], "tokens": samples["tokens"][:]}, MARKED)
     assert more.flat("values").tolist() == [0.5, 1.0, 2.0, 0.0]
     assert "values" not in columns
-    other = more.extended({"values": [torch.ones(2), torch.ones(1).double()]}, MARKED)
-    assert [each.dtype for each in other["values"]] == [torch.float64] * 2
-    with pytest.raises(SchemaError, match="'values', sample 1: expected 1 rows"):
-        more.extended({"values": [[0.5, 1.0], [2.0, 3.0]]}, MARKED)
 
 
 def test_sums_of_parts_are_those_of_all_without_adding_up_anew(

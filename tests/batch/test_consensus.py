@@ -321,13 +321,6 @@ def test_what_all_ranks_raise_alike_is_raised_as_it_is(reports: list[dict[str, A
         assert list(report["all raise"]["failures"]) == [*range(NUM_RANKS)]
 
 
-def test_a_part_of_the_ranks_agrees_by_itself(reports: list[dict[str, Any]]) -> None:
-    for report in reports[1:3]:
-        assert report["subgroup"]["every"] == {1: 1, 2: 2}
-        assert report["subgroup"]["reductions"] == {"n": 2}
-        assert report["subgroup fails"]["failures"] == {2: "ValueError: here"}
-
-
 def test_one_process_needs_no_group() -> None:
     alone = Consensus(None)
     with alone.agreement("") as agree:
@@ -374,19 +367,17 @@ def test_maxima_and_sums_are_those_of_all_ranks(reports: list[dict[str, Any]], c
     assert MESSAGE_BYTES <= 1300
 
 
-def test_who_asks_is_told_and_so_are_all(reports: list[dict[str, Any]]) -> None:
+def test_ranks_receive_the_values_of_those_that_are_meant(reports: list[dict[str, Any]]) -> None:
+    """Of all if any wants them; of a replica's counterparts; of a part of the ranks by itself."""
     for rank, report in enumerate(reports):
         assert report["one asks"]["every"] == {each: each for each in range(NUM_RANKS)}
         assert report["nobody asks"]["every"] == {rank: rank}
-
-
-def test_values_of_replicas_are_those_of_the_ranks_at_ones_own_place(
-    reports: list[dict[str, Any]],
-) -> None:
-    for rank, report in enumerate(reports):
-        given = {each: each if each < 3 else None for each in range(NUM_RANKS)}
-        expected = {ranks[rank // 3]: given[ranks[rank // 3]] for ranks in REPLICAS}
+        expected = {replica[rank // 3]: None if rank > 2 else replica[0] for replica in REPLICAS}
         assert report["of replicas"] == (expected, [None] * 3)
+    for report in reports[1:3]:
+        assert report["subgroup"]["every"] == {1: 1, 2: 2}
+        assert report["subgroup"]["reductions"] == {"n": 2}
+        assert report["subgroup fails"]["failures"] == {2: "ValueError: here"}
 
 
 @pytest.mark.parametrize("case", [name for name, each in CASES.items() if each.failures])

@@ -86,11 +86,6 @@ def resolve(shapes: list[tuple[int, int]], values: Any) -> Any:
     return DEFAULT_SCHEMA.resolve(make_samples(shapes) | {"mine": values})["mine"]
 
 
-def resolve_and_validate(values: Any) -> Any:
-    batch = batch_of("mine", values)
-    return DEFAULT_SCHEMA.resolve(batch).validate(batch)
-
-
 def packed(name: str, schema: Schema = DEFAULT_SCHEMA, **fields: Any) -> Any:
     (row,) = pack_on_all_ranks(make_samples([(4, 2)]) | fields, schema=schema)
     return row.packed(name)

@@ -24,7 +24,7 @@ from torch import tensor
 
 from mcore_batching import batch as batching
 from mcore_batching import rl
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind
+from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.rl import LeftPadded, compute_advantages, left_pad, pad_batch, sample_metrics
 from mcore_batching.rl.advantages import ESTIMATORS
 from mcore_batching.rl.real_samples import real_indices
@@ -354,11 +354,6 @@ def blocks_of(**blocks: torch.Tensor) -> Any:
         response_lengths=(1, 2),
         schema=DEFAULT_SCHEMA,
     )
-
-
-def left_padded(values: Any) -> Any:
-    batch = make_samples([(3, 1), (3, 2)]) | {"x": values}
-    return left_pad(batch, DEFAULT_SCHEMA.declare("x", Kind.PER_RESPONSE_TOKEN), pad_token_id=0)
 
 
 def tagged(**fields: Any) -> dict[str, Any]:
