@@ -163,8 +163,9 @@ def test_normalisation_is_by_step(rewards: Any, steps: Any, by: Any) -> None:
     """Also of large values, where differences of sums lose their digits; without steps all samples
     are one. Samples of no step are 0: as they are they would be on another scale."""
     batch, (estimator, normalize) = turns_of(0) | ({"rewards": rewards} if rewards else {}), by
-    once = None if steps is None else (iter(step) for step in steps)
-    found = compute_advantages(batch, estimator, step_wise=True, steps=once, normalize=normalize)
+    # They may come one by one.
+    given = steps if normalize or steps is None else (iter(step) for step in steps)
+    found = compute_advantages(batch, estimator, step_wise=True, steps=given, normalize=normalize)
     expected = {i: [0.0] * len(each) for i, each in enumerate(found)}
     for step in [list(range(6))] if steps is None else steps:
         expected |= {i: values for (_, i), values in plain_zscores([batch], step).items()}
