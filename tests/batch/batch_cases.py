@@ -8,7 +8,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -165,9 +165,9 @@ def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int]) -> T
     return torch.cat(row)
 
 
-def refusals(test: str, *namespaces: ModuleType | dict[str, Any]) -> list[Any]:
-    """A call, its error and a pattern of its text for each row of the table beside a test, or of
-    its part under the test's name, as its parameters. The table's code sees these names."""
+def refusals(test: str, *namespaces: ModuleType | dict[str, Any]) -> Any:
+    """A test of each row of the table beside a test's file, or of its part under the file's name:
+    the call raises the error, by a text that has the pattern. The table's code sees these names."""
     dicts = (vars(each) if isinstance(each, ModuleType) else each for each in namespaces)
     # torch has a `range` of its own.
     names = {name: value for each in dicts for name, value in each.items()} | vars(builtins)
@@ -185,7 +185,13 @@ def refusals(test: str, *namespaces: ModuleType | dict[str, Any]) -> list[Any]:
             pattern = text.format(**values) if each else text
             call = functools.partial(eval, code, names | values)
             found.append(pytest.param(call, eval(error, names), pattern, id=pattern))
-    return found
+
+    @pytest.mark.parametrize(("call", "error", "text"), found)
+    def test_refused(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+        with pytest.raises(error, match=text):
+            call()
+
+    return test_refused
 
 
 @st.composite

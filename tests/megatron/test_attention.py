@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -196,13 +196,7 @@ def test_tensor_parallel_ranks_drop_out_with_numbers_of_their_own(
 
 
 ONE = torch.ones(2, 1, 4, 8)
-REFUSALS = refusals(__file__, torch, attention, megatron, globals())
-
-
-@pytest.mark.parametrize(("call", "error", "text"), REFUSALS)
-def test_refused(call: Callable[[], Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        call()
+test_refused = refusals(__file__, torch, attention, megatron, globals())
 
 
 def test_layers_share_what_a_row_is_laid_out_like() -> None:

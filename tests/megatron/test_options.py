@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,13 +207,7 @@ def test_most_ranks_of_a_row_are_read_from_the_flag() -> None:
     assert [each.exchanges_samples for each in (options(64), staying)] == [True, False]
 
 
-REFUSALS = refusals(__file__, planning, timing, globals())
-
-
-@pytest.mark.parametrize(("call", "error", "text"), REFUSALS)
-def test_refused(call: Callable[[], Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        call()
+test_refused = refusals(__file__, planning, timing, globals())
 
 
 VOCABULARY = 10

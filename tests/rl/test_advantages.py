@@ -365,13 +365,7 @@ def metrics_of(values: Any) -> Any:
     return sample_metrics({"total_lengths": [2, 2], "rewards": values}, ["rewards"])
 
 
-REFUSALS = batch_cases.refusals(__file__, torch, batching, rl, batch_cases, globals())
-
-
-@pytest.mark.parametrize(("call", "error", "text"), REFUSALS)
-def test_refused(call: Callable[[], Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        call()
+test_refused = batch_cases.refusals(__file__, torch, batching, rl, batch_cases, globals())
 
 
 def test_what_resembles_it_passes() -> None:
