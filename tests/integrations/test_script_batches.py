@@ -80,16 +80,13 @@ def script(tmp_path: Path, text: str) -> Any:
 
 
 GET_BATCH = """
-import functools
-
 def get_batch(data_iterator, vp_stage=None):
     return [f"{name}{vp_stage or ''}" for name in next(data_iterator)]
 """
 DECORATED = """
+import torch
 
-@functools.wraps(forward_step)
-def decorated(*arguments):
-    return forward_step(*arguments)
+decorated = torch.no_grad()(forward_step)
 """
 STOCK = """
 def forward_step(data_iterator, model):

@@ -6,18 +6,21 @@ SkyRL's own modules take part where ``MCORE_BATCHING_SKYRL_SOURCE`` names a chec
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from frameworks import LENGTHS, WORKERS, padded_batch, rewrite
-from planning_cases import real_lengths
+from planning_cases import plan_locally, real_lengths
 
 from mcore_batching.batch import OrderError
 from mcore_batching.integrations import skyrl
 from mcore_batching.integrations.skyrl import hook
+from mcore_batching.planning import ParallelDims, PlannerConfig
 
 
 @pytest.fixture
@@ -30,6 +33,23 @@ def workers(small: Callable[..., Path]) -> Any:
 def own_workers(own: Callable[[str], Path]) -> Any:
     own("skyrl")
     return importlib.import_module(f"{WORKERS}.worker_utils")
+
+
+def test_in_a_pipeline_it_is_the_plan_of_the_rank(
+    workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes of no other groups are read: the cap is that of all their ranks together."""
+    state = SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        get_pipeline_model_parallel_world_size=lambda: 4,
+        get_virtual_pipeline_model_parallel_world_size=lambda: None,
+    )
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    config = PlannerConfig(max_tokens_per_gpu=120)
+    step = plan_locally(LENGTHS, ParallelDims(pipeline_parallel=4), config, [0] * 12)
+    with hook():
+        made = workers.TokenBasedBatchIterator(padded_batch(LENGTHS), max_tokens_per_microbatch=120)
+    assert made._microbatches == [list(samples) for samples in step.micro_batches[0]]
 
 
 FAULTS: dict[str, Callable[[list[dict[str, torch.Tensor]]], Any]] = {
