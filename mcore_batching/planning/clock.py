@@ -117,11 +117,6 @@ def _graph(schedule: Schedule, count: int) -> PassGraph:
     orders = [schedule.order(stage, count) for stage in stages]
     sends = schedule.waits_for_sends(count)
     numbers: dict[StagePass, int] = {}
-    # Bit n of entry i: number i comes after number i - n, by any sequence of waits.
-    implied = {0: 0}
-    # Under the interleaved schedule this leaves most passes with two waits. Further back no waits
-    # were found that another one implies.
-    near = (2 << 4 * dims.pipeline_parallel * dims.group_size) - 1
     newest, at = [0 for _ in stages], [0 for _ in stages]
     unfinished = list(stages)
     while unfinished:
@@ -135,17 +130,7 @@ def _graph(schedule: Schedule, count: int) -> PassGraph:
             if -1 in waits:
                 continue  # not numbered yet: this stage's turn comes again
             needed = sorted(waits - {0})  # every number comes after the start anyway
-            if len(needed) > 2:  # leave out those that a later one waits for anyway
-                needed = [
-                    early
-                    for early in needed
-                    if not any(implied[late] >> late - early & 1 for late in needed if late > early)
-                ]
             number = graph.add((each, alone), schedule.place_of_cost(*each), needed)
-            implied[number] = 0
-            for early in needed:
-                # What `early` comes after, moved up by the distance to it; far bits are cut off.
-                implied[number] |= (implied[early] | 1) << (number - early) & near
             newest[stage] = numbers[each] = number
             at[stage] += 1
         unfinished = [stage for stage in unfinished if at[stage] < len(orders[stage])]

@@ -27,7 +27,7 @@ import functools
 from bisect import bisect_right
 
 from mcore_batching.planning.costs.cost import ordered_sum
-from mcore_batching.planning.packing.bounds import step_time_floor, way_of_longest
+from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.problem import Problem
 
 HALVINGS = 12
@@ -39,8 +39,6 @@ def step_time_bound(problem: Problem) -> float:
     floor, dims = step_time_floor(problem), problem.dims
     if dims.virtual_pipeline > 1 or not problem.num_samples:
         return floor
-    if problem.config.max_context_parallel is None:
-        floor = max(floor, way_of_longest(problem))
     ranks, model = problem.num_ranks, problem.cost_model
     work, stages = ordered_sum(problem.least_costs) / ranks, dims.pipeline_parallel
     ratio = None if problem.forward_only else model.backward_ratio

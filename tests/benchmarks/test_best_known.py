@@ -24,7 +24,7 @@ from mcore_batching.planning import (
     predicted_step_time,
 )
 from mcore_batching.planning.clock import Clock
-from mcore_batching.planning.packing.bounds import step_time_floor, way_of_longest
+from mcore_batching.planning.packing.bounds import step_time_floor
 
 MOST = {
     ("azure_conv", 128): 1.012,
@@ -89,25 +89,7 @@ def test_no_plan_of_a_tiny_problem_ends_sooner(seed: int) -> None:
         forward_only=generator.random() < 0.2,
     )
     best = best_of_all_plans(problem)
-    assert way_of_longest(problem) <= best * ROUNDING
     assert step_time_floor(problem) <= step_time_bound(problem) <= best * ROUNDING
-
-
-@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize(("count", "stages"), [(1, 4), (2, 4), (3, 2), (4, 4), (9, 4), (7, 1)])
-def test_the_way_of_the_longest_sample_counts_what_is_beside_it(
-    count: int, stages: int, ratio: float
-) -> None:
-    """Micro-batches of next to nothing, the fewest that there can be."""
-    dims, config = ParallelDims(pipeline_parallel=stages), PlannerConfig(max_tokens_per_gpu=1000)
-    model = CostModel(linear=1e-9, quadratic=1.0, per_micro_batch=10.0, backward_ratio=ratio)
-    problem = Problem.of([1000] + [1] * 1000 * (count - 1), dims, config, model)
-    costs = [[10.0] * count for _ in range(count)]
-    for place, slots in enumerate(costs):
-        slots[place] += problem.costs[0]
-    best = min(latest_end(problem, [slots]) for slots in costs)
-    alone = (1 + ratio) * stages * problem.costs[0]
-    assert alone + 0.8 * (best - alone) < way_of_longest(problem) <= best * ROUNDING
 
 
 @examples(60)

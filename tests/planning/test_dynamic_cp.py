@@ -248,7 +248,8 @@ def test_moves_end_steps_sooner_and_simulate_what_they_change(
     before, objective = packed(problem)
     moves, ends = Moves(before, objective), before.ends[:]
     for number in range(600):
-        moves.try_one(1.0 + SLACK * (1 - number / 600))
+        moves.rise = 1.0 + SLACK * (1 - number / 600)
+        moves.try_one()
         for pipeline in moves._pipelines if number % 20 == 0 else ():
             lengths = [path[-1] for path in pipeline._paths]
             assert lengths[0] <= max(lengths) == pytest.approx(pipeline.end)

@@ -38,16 +38,6 @@ def step_time_floor(problem: Problem) -> float:
     return max(even, pipeline_latency(schedule) * alone, passes)
 
 
-def way_of_longest(problem: Problem) -> float:
-    """The longest sample's way through all stages and back, plus the fixed costs of the other
-    micro-batches that the first stage runs before and after it, of the fewest that there can be."""
-    if not problem.num_samples:
-        return 0.0
-    fixed, schedule = problem.cost_model.per_micro_batch, problem.schedule
-    beside = least_beside(schedule, -(-problem.fewest_rows // problem.num_ranks))
-    return pipeline_latency(schedule) * (fixed + max(problem.costs)) + beside * fixed
-
-
 def pipeline_latency(schedule: Schedule) -> float:
     """Time of one micro-batch through all stages, and back, over its cost on a mean stage."""
     return schedule.dims.pipeline_parallel * schedule.cost_of_passes
@@ -68,22 +58,3 @@ def least_end(schedule: Schedule, work: float, least: float) -> float:
     latency = schedule.cost_of_passes / schedule.dims.virtual_pipeline
     waits = schedule.dims.pipeline_parallel - 1
     return schedule.cost_of_passes * work + waits * latency * least
-
-
-def least_beside(schedule: Schedule, count: int) -> float:
-    """Least cost of what the first stage runs before the forward pass of one of `count`
-    micro-batches and after its backward pass, if each other costs 1; 0 except for plain 1F1B on
-    equal stages.
-
-    Of K micro-batches on P stages, p of them before that one, these are p forward and
-    max(0, p - P + 1) backward passes, then max(0, K - P - p) forward and K - 1 - p backward
-    passes.
-    """
-    if schedule.dims.slots_per_group > 1 or schedule.forward_only or schedule.which_cost:
-        return 0.0
-    fewest = count - schedule.dims.pipeline_parallel
-    # Before a plan is made its place is not known: the least over all places.
-    return min(
-        max(before, fewest) + schedule.backward_ratio * max(count - 1 - before, fewest)
-        for before in range(count)
-    )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_batching.planning.clock import clocks_of
-from mcore_batching.planning.packing.bounds import step_time_floor, way_of_longest
+from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.assign import Slots
 
@@ -20,14 +20,10 @@ from mcore_batching.planning.search.assign import Slots
 BUDGET = 125
 """A step's search budget is 125 · plan_effort · ⁴√((samples + stages of all ranks) · stages)
 simulated passes; with a sixth less steps end 0.03 % later."""
-HARDER = 2
-"""The budget is twice as much where stages differ or ranks run in lockstep: targets fit less there,
-and moves have more to do. With the same budget such steps end 0.1 % later, those of long samples on
-uneven stages 0.5 %."""
 SLACK = 0.0005
-"""Share by which moves may raise an end at first; without, steps end 0.1 % later. 0 where ranks
-share rows: the budget buys too few simulations there to wander, and steps would end 0.4 % later.
-The search stops at a step within as much of a bound that no plan beats."""
+"""Share by which moves may raise an end at first; without, steps end 0.07 % later, single ones 2 %.
+0 where ranks share rows: the budget buys too few simulations there to wander, and steps would end
+0.4 % later. The search stops at a step within as much of a bound that no plan beats."""
 
 Ranks = Sequence[Sequence[Sequence[int]]]
 """Samples of each micro-batch [ranks][slots]."""
@@ -67,10 +63,8 @@ class Objective:
         size = problem.num_samples + dims.data_parallel * depth
         # Two square roots: a power may differ between platforms.
         per_effort = BUDGET * math.sqrt(math.sqrt(size * depth))
-        if problem.schedule.which_cost or dims.in_lockstep:
-            per_effort *= HARDER
         self.budget = problem.config.plan_effort * per_effort
-        self.floor = max(step_time_floor(problem), way_of_longest(problem)) * (1.0 + SLACK)
+        self.floor = step_time_floor(problem) * (1.0 + SLACK)
 
     def is_best(self, end: float) -> bool:
         """True of an end before which no plan's step ends, or hardly."""

@@ -6,8 +6,7 @@ A step is made for each of several numbers of slots, in rounds:
 
 1. Numbers of slots a third apart, then those between the best two and their neighbours, until
    these are a twelfth apart.
-2. Single samples are moved in the best four of which no two are next to each other (`moves`),
-   then in the best alone.
+2. Single samples are moved in the best four (`moves`), then in the best alone.
 
 With many ranks, some of these stand for all in 1. A step that no plan beats ends the search. Work
 is counted in simulated passes, never in time, so the same input gives the same plan.
@@ -17,13 +16,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from operator import attrgetter
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.placement import by_folds
 from mcore_batching.planning.search.assign import Slots, assign, by_cost, fill_empty_slots
 from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.search.objective import Objective, Ranks, Step
@@ -47,9 +45,7 @@ COARSE = 3
 halving twice."""
 MOST_MOVED = 4
 """Steps, of different numbers of slots, in which samples are moved before the best goes on, with
-a third of the budget that is left: with the best alone 0.1 % later, single ones 2.5 %; with three,
-long samples on uneven stages 0.6 % later. If two may be next to each other, one of 12 steps in
-lockstep ends 4.6 % later."""
+a third of the budget that is left: with the best alone 0.1 % later, single ones 2.9 %."""
 FEW_RANKS, FEW_SAMPLES = 8, 512
 """Numbers are compared on 8 of the ranks, or as many as hold 512 samples, with that share of the
 samples, unless that is more than half of the ranks. Without, steps on DP32×PP8 end 0.7 % later,
@@ -93,11 +89,8 @@ class Rounds:
     def make(self, count: int) -> None:
         """Make steps of so many slots, in rounds until one makes the step end hardly sooner."""
         before = math.inf
-        # Without a rise and a fall samples are best spread by differencing; rounds may do better.
-        step = None if self._problem.schedule.alternates else self._folded(count)
-        while step is None or not self.objective.is_best(step.end):
-            step = self._round(count)
-            if step is None or self.objective.budget <= 0:
+        while (step := self._round(count)) and self.objective.budget > 0:
+            if self.objective.is_best(step.end):
                 return
             mean = ordered_sum(step.ends) / len(step.ends)
             if step.end < EVEN * mean or step.end >= before / EVEN:
@@ -138,9 +131,6 @@ class Rounds:
             work - DAMPING * (end - mean) / passes
             for work, end in zip(self.works[count], step.ends, strict=True)
         ]
-        return self._added(count, step)
-
-    def _added(self, count: int, step: Step) -> Step:
         if count not in self.best or step.end < self.best[count].end:
             self.best[count] = step
         return step
@@ -174,27 +164,6 @@ class Rounds:
         places = sorted(range(len(sizes)), key=[*zip(sizes, inside, strict=True)].__getitem__)
         by_place = sorted(zip(places, sorted(filled, key=problem.cost), strict=True))
         return [own for _, own in by_place]
-
-    def _folded(self, count: int) -> Step | None:
-        """The step of samples assigned to ranks in equal numbers, as evenly as that goes; None if
-        they do not fit into the slots."""
-        problem = self._problem
-        self.objective.budget -= COST_OF_ASSIGNING * len(self.order)
-        ranks: list[Slots] = []
-        for samples in self._even_in_number:
-            even = problem.cost(samples) / count + problem.cost_model.per_micro_batch
-            assigned = assign(samples, [[even] * count], problem)
-            if assigned is None:
-                return None
-            ranks.append(fill_empty_slots(assigned[0], problem.costs))
-        return self._added(count, self.objective.step(ranks))
-
-    @cached_property
-    def _even_in_number(self) -> list[list[int]]:
-        """Samples of each rank, as many on all, costliest first."""
-        costs = self._problem.costs
-        folds = by_folds(costs, self.ranks, -(-len(costs) // self.ranks))
-        return [by_cost(samples, costs) for samples in folds]
 
 
 def useful_counts(rows: int, samples: int, ranks: int, dims: ParallelDims) -> list[int]:
@@ -258,30 +227,20 @@ def _made(objective: Objective, fewest: int) -> list[Step]:
     rounds = thinned(whole, few)
     rounds.compare(fewest)
     objective.budget = rounds.objective.budget
-    for count in soonest_first(rounds.best)[:MOST_MOVED]:
+    soonest = sorted(rounds.best, key=lambda count: (rounds.best[count].end, count))
+    for count in soonest[:MOST_MOVED]:
         if not whole.is_done:
             whole.make(count)
     return list(whole.best.values())
-
-
-def soonest_first(steps: Mapping[int, Step]) -> list[int]:
-    """Numbers of slots by the end of their step {number of slots: step}; those beside a better one
-    come after all others: moves change steps of near numbers alike, and may change others more."""
-    counts = sorted(steps)
-    chosen, beside = list[int](), list[int]()
-    for count in sorted(counts, key=lambda count: (steps[count].end, count)):
-        at = counts.index(count)
-        is_near = not set(chosen).isdisjoint(counts[max(0, at - 1) : at + 2])
-        (beside if is_near else chosen).append(count)
-    return chosen + beside
 
 
 def improve_few(found: Sequence[Step], objective: Objective) -> list[Step]:
     """The best steps of different numbers of slots, after single samples were moved in each with a
     share of the budget."""
     # Of each number of slots one: steps of one number differ by what moves change anyway.
-    of_count = {len(step.ranks[0]): step for step in sorted(found, key=lambda each: -each.end)}
-    steps = [of_count[count] for count in soonest_first(of_count)[:MOST_MOVED]]
+    steps = sorted(found, key=attrgetter("end"))
+    of_count = {len(step.ranks[0]): step for step in reversed(steps)}
+    steps = [step for step in steps if of_count[len(step.ranks[0])] is step][:MOST_MOVED]
     if len(steps) == 1 or objective.is_best(steps[0].end):
         return steps
     share = objective.budget / (3 * MOST_MOVED)
