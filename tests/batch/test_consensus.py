@@ -220,6 +220,10 @@ def cases(rank: int) -> dict[str, Case]:
             reductions={"most": ("max", [0] * (2 if rank == 3 else 1))},
             failures={3: "reductions is most (max of 2), on rank 0 it is most (max of 1)"},
         ),
+        "number of sums differs": Case(
+            reductions={"tokens": ("sum", [0] * (rank == 1))},
+            failures={1: "reductions is tokens (sum of 1), on rank 0 it is tokens (sum of 0)"},
+        ),
         "name of a figure differs": Case(
             reductions={"cost" if rank else "time": ("min", 0)},
             failures={0: "reductions is time (min), on rank 1 it is cost (min)"},

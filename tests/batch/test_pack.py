@@ -181,6 +181,7 @@ def require_row(
 @example([boundary_shapes(4)], 4, 1, 5, 2, {"axes", "masks"}, None)
 @example([[shape] for shape in boundary_shapes(2)], 2, 1, 1, 2, {"axes", "masks"}, None)
 @example([[shape] for shape in boundary_shapes(4)], 4, 1, 1, 2, {"axes", "masks"}, None)
+@example([[(9, 9), (9, 9)]], 1, 1, 1, 0, {"masks"}, random.Random(6))  # branches without a prompt
 def test_any_samples_are_packed_token_by_token_and_come_back(
     of_rows: list[Shapes],
     size: int,
