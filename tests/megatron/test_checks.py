@@ -301,6 +301,7 @@ ACCEPTED: list[tuple[ParallelDims, dict[str, Any]]] = [
     (ONE, {**HYBRID_EP, "moe_hybridep_pad_uneven_dispatch_inputs": True}),
     (ONE, {"fp8": "hybrid", "planner": PAD_48}),
     *((SEVERAL, PER_TOKEN | changes | {"planner": SHARED}) for changes in ({}, LOSS, RECOMPUTED)),
+    (SEVERAL, PER_TOKEN | LOSS | RECOMPUTED | {"recompute_modules": [], "planner": SHARED}),
     (ONE, Z_LOSS | PER_TOKEN | {"is_later": False}),
     (CP2, EXPERTS | PER_TOKEN | {"is_later": False}),
     (CP2, Z_LOSS | PER_TOKEN | {"is_later": True}),
