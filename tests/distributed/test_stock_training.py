@@ -271,6 +271,8 @@ def test_steps_planned_ahead_are_the_same_steps(records: list[Ranks], count: int
     assert first[0] - first[1] == count
     assert others == [(0, 0)] * 3
     assert [record["said"] for record in ahead] == [[]] * 4
+    # Each was begun while the step before was still to run.
+    assert [record["idle"] for record in ahead] == [0] * 4
 
 
 @runs("pp2-not-ahead", "pp2-early-exit")

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
+from megatron.core.pipeline_parallel import schedules
+
 from mcore_batching.megatron import plan
 from mcore_batching.planning import worker
 from mcore_batching.planning.worker import PlanningWorker, PlanRequest, PlanTicket
@@ -45,11 +47,19 @@ def worker_with(fault: str | None) -> Iterator[dict[str, Any]]:
 
     Yields:
         ``begun`` and ``in_line``: the numbers of plans that this rank's worker was given, and that
-        it made itself; what it ``said``.
+        it made itself; ``idle``: of those that were due before a forward pass ran beside them; what
+        it ``said``.
     """
-    made: dict[str, Any] = {"begun": 0, "in_line": 0, "said": []}
+    made: dict[str, Any] = {"begun": 0, "in_line": 0, "idle": 0, "said": []}
     submit, plan_in_line, say = PlanningWorker.submit, PlanRequest.plan, plan.say
-    plan_due, answers = plan.Planner.plan, dict[PlanTicket, Any]()
+    plan_due, forward_step = plan.Planner.plan, schedules.forward_step
+    answers: dict[PlanTicket, tuple[Any, int]] = {}
+    passes = 0
+
+    def counted_pass(*arguments: Any, **options: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return forward_step(*arguments, **options)
 
     def submitted(self: PlanningWorker, request: PlanRequest) -> PlanTicket:
         if fault == "in line":
@@ -63,12 +73,13 @@ def worker_with(fault: str | None) -> Iterator[dict[str, Any]]:
             os.kill(self.pid, _SIGNALS[fault])
             if fault == "stopped":
                 plan.SECONDS_LATE = _IMPATIENT_SECONDS  # until the patch below ends
-        answers[ticket], ticket.answer = ticket.answer, Future()
+        answers[ticket], ticket.answer = (ticket.answer, passes), Future()
         return ticket
 
     def due(self: plan.Planner, job: Any, request: PlanRequest, ticket: PlanTicket | None) -> bytes:
         if ticket is not None and ticket in answers:
-            ticket.answer = answers.pop(ticket)
+            ticket.answer, before = answers.pop(ticket)
+            made["idle"] += before == passes
         return plan_due(self, job, request, ticket)
 
     def counted(request: PlanRequest) -> Any:
@@ -84,6 +95,7 @@ def worker_with(fault: str | None) -> Iterator[dict[str, Any]]:
             (PlanningWorker, "submit", submitted),
             (PlanRequest, "plan", counted),
             (plan.Planner, "plan", due),
+            (schedules, "forward_step", counted_pass),
             (plan, "say", said),
             # A worker may take seconds to start on a busy core.
             (plan, "SECONDS_LATE", _IMPATIENT_SECONDS if fault == "late" else 60.0),
