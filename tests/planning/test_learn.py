@@ -96,14 +96,14 @@ def test_a_stalled_row_pulls_little(at: int) -> None:
     assert error(learnt, BOTH, rows_of(6)) < 0.1
 
 
-def test_a_stalled_step_is_forgotten() -> None:
+def test_a_stalled_step_pulls_little_beside_those_before_it() -> None:
     learnt = BEGIN
     for step in range(6):
         rows = timed(BOTH, rows_of(step))
-        if step == 2:
+        if step == 5:
             rows = [row._replace(seconds=20 * row.seconds) for row in rows]
         learnt = learnt.after(learnt.evidence(rows, SHAPE))
-    assert error(learnt, BOTH, rows_of(9)) < 0.05
+    assert error(learnt, BOTH, rows_of(9)) < 0.5  # by itself 19
 
 
 @given(
