@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pickle
 import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +14,16 @@ import pytest
 import mcore_batching
 from mcore_batching import MCoreBatchingError
 
-VALUES: dict[str, Any] = {
-    "str": "what is wrong",
-    "InitVar[str]": "what is wrong",
-    "int": 3,
-    "int | None": 4,
-    "tuple[int, ...]": (5, 6),
-    "Mapping[int, str]": {3: "KeyError: 'tokens'", 1: "no memory"},
+FAILURES = {3: "KeyError: 'tokens'", 1: "no memory"}
+VALUES: dict[str, Callable[[int], Any]] = {
+    "str": "{} is wrong".format,
+    "InitVar[str]": "{} is wrong".format,
+    "int": int,
+    "int | None": int,
+    "tuple[int, ...]": lambda number: (number, number + 1),
+    "Mapping[int, str]": lambda number: FAILURES,
 }
-"""Arguments of their constructors, by annotation."""
+"""Arguments of their constructors, by annotation and place."""
 
 
 def exception_classes() -> list[type[Exception]]:
@@ -52,7 +54,8 @@ def test_errors_have_one_root_and_a_name_each_and_survive_pickling() -> None:
     assert len({kind.__name__ for kind in found}) == len(found) >= 10
     for kind in found:
         parameters = inspect.signature(kind).parameters.values()
-        error = kind(**{each.name: VALUES[each.annotation] for each in parameters})
+        given = {each.name: VALUES[each.annotation](at) for at, each in enumerate(parameters)}
+        error = kind(**given)
         assert isinstance(error, MCoreBatchingError)
         if kind is not MCoreBatchingError:
             assert isinstance(error, ValueError | RuntimeError | OSError | LookupError | TypeError)
@@ -62,10 +65,10 @@ def test_errors_have_one_root_and_a_name_each_and_survive_pickling() -> None:
         assert vars(again) == vars(error)
         for each in parameters:
             if each.kind is each.KEYWORD_ONLY and each.name != "advice":
-                assert getattr(again, each.name) == VALUES[each.annotation]
+                assert getattr(again, each.name) == given[each.name]
 
 
 def test_errors_of_several_ranks_list_them_in_order() -> None:
     kind = pytest.importorskip("mcore_batching.megatron.errors").CollectiveError
-    text = str(kind(VALUES["Mapping[int, str]"]))
+    text = str(kind(FAILURES))
     assert text.index("rank 1: no memory") < text.index("rank 3: KeyError")
