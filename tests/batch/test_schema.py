@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batch_cases import make_samples, pack_on_all_ranks, refusals, sample_shapes
+from batch_cases import make_samples, pack_on_all_ranks, sample_shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusals
 from torch import arange, ones, rand, tensor, zeros
 
 from mcore_batching import batch, planning

@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from batch_cases import refusals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import parallel_state, tensor_parallel
@@ -25,6 +24,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from refusals import refusals
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

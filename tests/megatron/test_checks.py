@@ -13,10 +13,10 @@ from unittest import mock
 
 import pytest
 import torch
-from batch_cases import refusals
 from kit.stand_ins import stood_in
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from refusals import refusals
 
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.checks.layers import (

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from batch_cases import refusals
 from megatron.core import ModelParallelConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from refusals import refusals
 
 from mcore_batching import planning
 from mcore_batching.flags import FLAGS as FLAG_OF

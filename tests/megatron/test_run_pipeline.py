@@ -16,11 +16,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from batch_cases import pack, refusals
+from batch_cases import pack
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
+from refusals import refusals
 
 from mcore_batching import batch
 from mcore_batching.batch import DEFAULT_SCHEMA, Schema, make_placeholder

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batch_cases import equal, refusals
+from batch_cases import equal
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusals
 
 from mcore_batching import batch as batching
 from mcore_batching import planning

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from batch_cases import make_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusals
 from spawned import reports_of_group
 from torch import tensor
 
@@ -365,7 +366,7 @@ def metrics_of(values: Any) -> Any:
     return sample_metrics({"total_lengths": [2, 2], "rewards": values}, ["rewards"])
 
 
-test_refused = batch_cases.refusals(__file__, torch, batching, rl, batch_cases, globals())
+test_refused = refusals(__file__, torch, batching, rl, batch_cases, globals())
 
 
 def test_what_resembles_it_passes() -> None:
