@@ -237,6 +237,7 @@ def test_a_placeholder_trains_nothing_whatever_its_sample_holds(size: int) -> No
     for row in pack_on_all_ranks(make_samples([(4, 3)]), size, is_placeholder=True):
         assert (row.num_samples, row.sample_indices, row.is_placeholder) == (0, (), True)
         assert row.loss_mask.sum() == row.responses.loss_masks.sum() == row.owned_num_tokens == 0
+        assert not row.padding_mask.any()  # its tokens are there
 
 
 @pytest.mark.parametrize("has_masks", [True, False])
