@@ -230,6 +230,7 @@ METRICS = [
 def report(rank: int, _size: int) -> dict[str, Any]:
     """What each call on a rank came to, or its error with what survives pickling; the same calls on
     every rank."""
+    last_two = dist.new_group([1, 2])
 
     def called(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         try:
@@ -255,6 +256,7 @@ def report(rank: int, _size: int) -> dict[str, Any]:
         "field": normalized(turns_of(rank) | ({} if rank else {"rewards": None})),
         "number of steps": normalized(turns_of(rank), STEPS[: 2 - rank % 2]),
         "alone": called(compute_advantages, SPLIT[rank], group=None),
+        "of two ranks": rank and called(compute_advantages, SPLIT[rank], group=last_two),
         "metrics": metrics(),
         "metrics of padding alone": called(
             sample_metrics, METRICS[rank] | all_padding, ["rewards"]
@@ -302,6 +304,10 @@ def test_what_is_wrong_is_the_same_error_on_every_rank(
     first, *others = [report[case] for report in reports]
     assert all(other == first for other in others)
     assert re.search(ERRORS[case], first)
+
+
+def test_ranks_are_named_as_the_job_counts_them(reports: list[dict[str, Any]]) -> None:
+    assert all("'c' on ranks 1, 2; give" in own["of two ranks"] for own in reports[1:])
 
 
 @pytest.mark.parametrize(
