@@ -330,9 +330,10 @@ def test_a_plan_covers_its_batch_over_all_steps_and_names_the_step() -> None:
     for steps, indices in (((first, first), (0, 1)), ((first,), (2, 3))):
         error = refusal(replace(plan, steps=steps), lengths)
         assert (error.invariant, error.indices) == ("exact cover", indices)
-    error = refusal(plan, lengths[:3])
-    assert (error.invariant, error.indices) == ("exact cover", ())
-    assert "4 samples, but 3 lengths" in str(error)
+    for other in (lengths[:3], [*lengths, 8]):
+        error = refusal(plan, other)
+        assert (error.invariant, error.indices) == ("exact cover", ())
+        assert f"4 samples, but {len(other)} lengths" in str(error)
 
 
 @examples(1400)
