@@ -277,6 +277,11 @@ FOUR_OVERSIZE = [20_000, 15_000, 12_000, 9000, *LOG_NORMAL]
 TWO_LONG = [12_000, 11_000, *LOG_NORMAL, *LOG_NORMAL]
 DRAW = random.Random(6)
 UNIFORM = [DRAW.randint(1, 16_000) for _ in range(32)]
+DRAW = random.Random(0)
+MIXED = [
+    int((600 if DRAW.random() < 0.8 else 12_000) * DRAW.lognormvariate(0, 0.15)) + 1
+    for _ in range(1152)
+]
 PROMPTS = log_normal(200, 3, median=2048, sigma=1.6, cap=200_000)
 
 
@@ -333,7 +338,10 @@ KNOWN_ENDS = {
         ParallelDims(data_parallel=8, expert_parallel=8),
         37_254,
     ),
-    "four samples a rank": Known(UNIFORM, 16_384, ParallelDims(data_parallel=8), 147_939),
+    "four samples a rank": Known(UNIFORM, 16_384, ParallelDims(data_parallel=8), 146_337),
+    "short and long samples on one stage": Known(
+        MIXED, 16_384, ParallelDims(data_parallel=96), 155_226
+    ),
     "at the cap": Known([*LOG_NORMAL, *[8192] * 24], 8192, PP4, 442_082),
     "long samples that leave others nothing": Known(
         log_normal(120, 8, median=3000, sigma=1.2, cap=60_000), 8192, PP4, 2_503_157

@@ -17,11 +17,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.placement import by_folds
 from mcore_batching.planning.search.assign import Slots, assign, by_cost, fill_empty_slots
 from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.search.objective import Objective, Ranks, Step
@@ -90,8 +92,11 @@ class Rounds:
     def make(self, count: int) -> None:
         """Make steps of so many slots, in rounds until one makes the step end hardly sooner."""
         before = math.inf
-        while (step := self._round(count)) and self.objective.budget > 0:
-            if self.objective.is_best(step.end):
+        # Without a rise and a fall samples are best spread by differencing; rounds may do better.
+        step = None if self._problem.schedule.alternates else self._folded(count)
+        while step is None or not self.objective.is_best(step.end):
+            step = self._round(count)
+            if step is None or self.objective.budget <= 0:
                 return
             mean = ordered_sum(step.ends) / len(step.ends)
             if step.end < EVEN * mean or step.end >= before / EVEN:
@@ -132,6 +137,9 @@ class Rounds:
             work - DAMPING * (end - mean) / passes
             for work, end in zip(self.works[count], step.ends, strict=True)
         ]
+        return self._added(count, step)
+
+    def _added(self, count: int, step: Step) -> Step:
         if count not in self.best or step.end < self.best[count].end:
             self.best[count] = step
         return step
@@ -165,6 +173,28 @@ class Rounds:
         places = sorted(range(len(sizes)), key=[*zip(sizes, inside, strict=True)].__getitem__)
         by_place = sorted(zip(places, sorted(filled, key=problem.cost), strict=True))
         return [own for _, own in by_place]
+
+    def _folded(self, count: int) -> Step | None:
+        """The step of samples assigned to ranks in equal numbers, as evenly as that goes; None if
+        they do not fit into the slots. Without, steps of long and short samples on one stage end
+        2 % later, on many ranks 3 %, and take three times as long to plan."""
+        problem = self._problem
+        self.objective.budget -= COST_OF_ASSIGNING * len(self.order)
+        ranks: list[Slots] = []
+        for samples in self._even_in_number:
+            even = problem.cost(samples) / count + problem.cost_model.per_micro_batch
+            assigned = assign(samples, [[even] * count], problem)
+            if assigned is None:
+                return None
+            ranks.append(fill_empty_slots(assigned[0], problem.costs))
+        return self._added(count, self.objective.step(ranks))
+
+    @cached_property
+    def _even_in_number(self) -> list[list[int]]:
+        """Samples of each rank, as many on all, costliest first."""
+        costs = self._problem.costs
+        folds = by_folds(costs, self.ranks, -(-len(costs) // self.ranks))
+        return [by_cost(samples, costs) for samples in folds]
 
 
 def useful_counts(rows: int, samples: int, ranks: int, dims: ParallelDims) -> list[int]:
