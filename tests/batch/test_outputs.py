@@ -29,13 +29,6 @@ from mcore_batching.batch import row as packed_row
 ROUNDING = {"rtol": 1e-12, "atol": 1e-12}
 
 
-def full_stream(num_tokens: int, trailing: tuple[int, ...] = ()) -> Tensor:
-    """A value for every position of the full row."""
-    generator = torch.Generator().manual_seed(3)
-    made = torch.randn(num_tokens, *trailing, generator=generator, dtype=torch.float64)
-    return made.requires_grad_()
-
-
 def plain_responses(stream: Tensor, row: PackedMicroBatch) -> list[Tensor]:
     """Token by token from the full stream, differentiable."""
     responses = []
@@ -71,7 +64,10 @@ def test_every_rank_has_values_and_gradients_of_the_unsliced_row(
     if not shapes:
         samples = make_placeholder(DEFAULT_SCHEMA, samples, samples)
     rows = pack_on_all_ranks(samples, size, **options)
-    stream = full_stream(rows[0].host_cu_seqlens_padded[-1], trailing)
+    # A value for every position of the full row.
+    shape = (rows[0].host_cu_seqlens_padded[-1], *trailing)
+    generator = torch.Generator().manual_seed(3)
+    stream = torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
     expected = plain_responses(stream, rows[0])
     assert [len(value) for value in expected] == rows[0].response_lengths
     wanted = sum(coupled(expected, rank) for rank in range(size))

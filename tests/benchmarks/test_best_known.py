@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
 
 import pytest
 from benchmark_cases import DATA, mean, timed_plan
@@ -52,11 +51,6 @@ def test_plans_end_hardly_later_than_the_best_known(case: Case) -> None:
     assert mean(over) <= MOST[case.name, case.samples]
 
 
-def latest_end(problem: Problem, costs_of_ranks: Sequence[Sequence[float]]) -> float:
-    """The end of the latest rank, were no rank to wait for another."""
-    return max(Clock(costs, problem.schedule).end for costs in costs_of_ranks)
-
-
 def best_of_all_plans(problem: Problem) -> float:
     """The end of the plan that ends first, whatever it leaves empty, under the cap."""
     ranks, best = problem.dims.data_parallel, float("inf")
@@ -70,7 +64,7 @@ def best_of_all_plans(problem: Problem) -> float:
                 costs = [problem.cost(row) for row in slots]
                 firsts = range(0, ranks * count, count)
                 of_ranks = [costs[first : first + count] for first in firsts]
-                best = min(best, latest_end(problem, of_ranks))
+                best = min(best, max(Clock(each, problem.schedule).end for each in of_ranks))
     return best
 
 

@@ -214,11 +214,6 @@ def test_consecutive_samples_that_belong_together_are_left_to_verl() -> None:
 ROW_CAP = 64
 
 
-def scheduled(lengths: list[int], ranks: int) -> list[list[list[int]]]:
-    scheduler = RowScheduler(max_seqlen_per_dp_cp_rank=ROW_CAP, cp_size=1, dp_size=ranks)
-    return scheduler.get_groups_and_subsamples([(10 + i, n) for i, n in enumerate(lengths)])
-
-
 def sizes_with_groups(ranks: int) -> set[int]:
     """Sizes of rows that Megatron makes groups for (`create_dynamic_dp_cp_groups`), and all ranks,
     whose group it has anyway."""
@@ -231,7 +226,9 @@ def test_the_contract_of_shared_rows_holds(ranks: int, data: st.DataObject) -> N
     """What verl checks, and the cap: of several samples in a row, padding included."""
     lengths = data.draw(st.lists(st.integers(1, ROW_CAP * ranks), min_size=1, max_size=20))
     rows = []
-    for of_slot in scheduled(lengths, ranks):
+    scheduler = RowScheduler(max_seqlen_per_dp_cp_rank=ROW_CAP, cp_size=1, dp_size=ranks)
+    numbered = [(10 + i, length) for i, length in enumerate(lengths)]
+    for of_slot in scheduler.get_groups_and_subsamples(numbered):
         assert len(of_slot) == ranks
         for rank, samples in enumerate(of_slot):
             assert samples

@@ -33,12 +33,9 @@ def rows_of(seed: int, count: int = 12) -> list[tuple[int, ...]]:
     return made
 
 
-def seconds_of(model: CostModel, row: Sequence[int]) -> float:
-    return SECONDS_PER_UNIT * model.micro_batch(row) * (1.0 + model.backward_ratio)
-
-
 def timed(model: CostModel, rows: Sequence[tuple[int, ...]]) -> list[TimedRow]:
-    return [TimedRow(row, seconds_of(model, row)) for row in rows]
+    seconds = SECONDS_PER_UNIT * (1.0 + model.backward_ratio)
+    return [TimedRow(row, seconds * model.micro_batch(row)) for row in rows]
 
 
 def error(learnt: LearntCosts, truth: CostModel, rows: Sequence[tuple[int, ...]]) -> float:
