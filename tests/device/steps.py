@@ -11,7 +11,6 @@ import torch
 import twin as twins
 from bootstrap import build_model, pipeline_config
 from kit.model import CLIP_GRAD, arguments, transformer_config
-from kit.objective import log_probs_of
 from kit.samples import rollout_of
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -25,6 +24,7 @@ from mcore_batching.megatron import (
     forward_only,
     get_data_iterator,
     response_log_probs,
+    response_log_probs_and_entropy,
     schedule_of,
     train_step,
 )
@@ -88,6 +88,9 @@ def whole_step(
         share = token_mean([-(n - old).exp() * a for n, old, a in terms], row, totals)
         types.update({str(each.dtype) for each in (*new, share)})
         return share, {"policy": share}
+
+    def log_probs_of(logits: Tensor, *, micro_batch: Any) -> dict[str, Any]:
+        return {"log_probs": response_log_probs_and_entropy(logits, micro_batch)[0]}
 
     for counted in (TWIN.waits, TWIN.calls, TWIN.peaks):
         counted.clear()
