@@ -90,6 +90,7 @@ def whole_step(
         return share, {"policy": share}
 
     def log_probs_of(logits: Tensor, *, micro_batch: Any) -> dict[str, Any]:
+        # Entropies come of the same pass; as a field they would only be copied once more.
         return {"log_probs": response_log_probs_and_entropy(logits, micro_batch)[0]}
 
     for counted in (TWIN.waits, TWIN.calls, TWIN.peaks):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import pickle
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import Field, FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -91,9 +90,9 @@ def test_refused(call: Callable[[], Any], error: type[Exception], text: str) -> 
 
 
 OPTIONS = [
-    *((ParallelDims, each) for each in dataclasses.fields(ParallelDims)),
-    *((PlannerConfig, each) for each in dataclasses.fields(PlannerConfig)),
-    *((CostModel, each) for each in dataclasses.fields(CostModel) if "layer" not in each.name),
+    *((ParallelDims, each) for each in fields(ParallelDims)),
+    *((PlannerConfig, each) for each in fields(PlannerConfig)),
+    *((CostModel, each) for each in fields(CostModel) if "layer" not in each.name),
 ]
 # Errors cut texts that are long once escaped, as of many rare characters.
 TEXTS = st.text("auto 15é", max_size=9)
@@ -102,7 +101,7 @@ VALUES = st.none() | st.booleans() | st.integers(-99, 0) | st.floats() | TEXTS
 
 @given(st.sampled_from(OPTIONS), VALUES)
 def test_options_of_another_type_or_out_of_range_are_refused_by_name(
-    option: tuple[type, dataclasses.Field[Any]], value: Any
+    option: tuple[type, Field[Any]], value: Any
 ) -> None:
     kind, field = option
     name, choices = named(field.name), CHOICES.get(field.name)
@@ -172,8 +171,8 @@ def test_a_search_that_would_take_hours_is_refused_before_any_step_is_planned() 
     [ParallelDims(data_parallel=2), config(), CostModel(linear=2), SECOND],
 )
 def test_options_and_plans_are_frozen_hashable_and_picklable(value: Any) -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(value, dataclasses.fields(value)[0].name, 5)
+    with pytest.raises(FrozenInstanceError):
+        setattr(value, fields(value)[0].name, 5)
     assert pickle.loads(pickle.dumps(value)) == value
     assert hash(pickle.loads(pickle.dumps(value))) == hash(value)
 

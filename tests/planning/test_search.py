@@ -277,9 +277,9 @@ FOUR_OVERSIZE = [20_000, 15_000, 12_000, 9000, *LOG_NORMAL]
 TWO_LONG = [12_000, 11_000, *LOG_NORMAL, *LOG_NORMAL]
 DRAW = random.Random(6)
 UNIFORM = [DRAW.randint(1, 16_000) for _ in range(32)]
-DRAW = random.Random(0)
+MIXING = random.Random(0)
 MIXED = [
-    int((600 if DRAW.random() < 0.8 else 12_000) * DRAW.lognormvariate(0, 0.15)) + 1
+    int((600 if MIXING.random() < 0.8 else 12_000) * MIXING.lognormvariate(0, 0.15)) + 1
     for _ in range(1152)
 ]
 PROMPTS = log_normal(200, 3, median=2048, sigma=1.6, cap=200_000)

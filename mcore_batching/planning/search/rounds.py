@@ -89,6 +89,10 @@ class Rounds:
         spent = self.objective.budget <= 0
         return any(spent or self.objective.is_best(step.end) for step in self.best.values())
 
+    def soonest(self) -> list[int]:
+        """The numbers of slots tried, by the end of their best step."""
+        return sorted(self.best, key=lambda count: (self.best[count].end, count))
+
     def make(self, count: int) -> None:
         """Make steps of so many slots, in rounds until one makes the step end hardly sooner."""
         before = math.inf
@@ -115,8 +119,7 @@ class Rounds:
                     return
                 self.make(count)
             counts = sorted(self.works)
-            soonest = sorted(self.best, key=lambda count: (self.best[count].end, count))
-            places = [counts.index(count) for count in soonest[:2]]
+            places = [counts.index(count) for count in self.soonest()[:2]]
             pairs = [pair for at in places for pair in pairwise(counts[max(0, at - 1) : at + 2])]
             # Nearer numbers differ by chance alone, and the best are to differ.
             near = [(a + b) // 2 for a, b in pairs if b - a > a // (4 * COARSE)]
@@ -258,8 +261,7 @@ def _made(objective: Objective, fewest: int) -> list[Step]:
     rounds = thinned(whole, few)
     rounds.compare(fewest)
     objective.budget = rounds.objective.budget
-    soonest = sorted(rounds.best, key=lambda count: (rounds.best[count].end, count))
-    for count in soonest[:MOST_MOVED]:
+    for count in rounds.soonest()[:MOST_MOVED]:
         if not whole.is_done:
             whole.make(count)
     return list(whole.best.values())
@@ -269,9 +271,10 @@ def improve_few(found: Sequence[Step], objective: Objective) -> list[Step]:
     """The best steps of different numbers of slots, after single samples were moved in each with a
     share of the budget."""
     # Of each number of slots one: steps of one number differ by what moves change anyway.
-    steps = sorted(found, key=attrgetter("end"))
-    of_count = {len(step.ranks[0]): step for step in reversed(steps)}
-    steps = [step for step in steps if of_count[len(step.ranks[0])] is step][:MOST_MOVED]
+    of_count: dict[int, Step] = {}
+    for step in sorted(found, key=attrgetter("end")):
+        of_count.setdefault(len(step.ranks[0]), step)
+    steps = list(of_count.values())[:MOST_MOVED]
     if len(steps) == 1 or objective.is_best(steps[0].end):
         return steps
     share = objective.budget / (3 * MOST_MOVED)
